@@ -1,0 +1,43 @@
+"""What a run leaves in its Trainer: counters and the numbers last published."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainer.progress import Progress
+
+__all__ = ["Results"]
+
+
+@dataclass
+class Results:
+    """Counters, metrics and the state of the last (or current) run. Plain values: it travels between processes."""
+
+    progress: Progress = field(default_factory=Progress)
+    callback_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    logged_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    bar_metrics: dict[str, float] = field(default_factory=dict)
+    position: Any = None
+    fn: str | None = None
+    status: str = "initializing"
+    ckpt_path: str | None = None
+    num_batches: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, published: Any) -> None:
+        """Take in the numbers of one publish point."""
+        self.callback_metrics.update({k: torch.tensor(v) for k, v in published.callback.items()})
+        self.logged_metrics.update({k: torch.tensor(v) for k, v in published.logger.items()})
+        self.bar_metrics.update(published.bar)
+
+    def restore_metrics(self, numbers: dict[str, float]) -> None:
+        """Take back the numbers of a checkpoint."""
+        self.callback_metrics.update({k: torch.tensor(v) for k, v in numbers.items()})
+
+    def clear_metrics(self) -> None:
+        """Forget all numbers: a new validation, test or fit starts."""
+        self.callback_metrics.clear()
+        self.logged_metrics.clear()
+        self.bar_metrics.clear()
