@@ -1,0 +1,51 @@
+"""The trainer: subclass `TrainModule`, hand it to `Trainer(...).fit`. Sub-modules load on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "AttributeDict": "hparams",
+    "CheckpointError": "errors",
+    "CombinedLoader": "data",
+    "DDPStrategy": "strategies",
+    "DataError": "errors",
+    "DataModule": "datamodule",
+    "MisconfigurationException": "errors",
+    "MixedPrecision": "precision",
+    "Precision": "precision",
+    "SIGTERMException": "errors",
+    "SingleDeviceStrategy": "strategies",
+    "Strategy": "strategies",
+    "TrainModule": "module",
+    "Trainer": "trainer",
+    "TrainerError": "errors",
+    "isolate_rng": "seed",
+    "seed_everything": "seed",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605  (a test checks that each name loads)
+
+try:
+    from callbacks import callback as _callback
+except ImportError as _error:
+    import callbacks as _callbacks
+
+    raise ImportError(
+        f"The package 'callbacks' that comes with 'trainer' is hidden by {_callbacks.__file__}. Rename that file or folder, or "
+        "take its folder off sys.path."
+    ) from _error
+
+
+def __getattr__(name: str) -> Any:
+    """Load the sub-module that defines `name` (PEP 562)."""
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"trainer.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

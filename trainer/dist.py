@@ -1,0 +1,165 @@
+"""The collectives of one run. A process that is alone calls the same methods, and they cost nothing.
+
+Control messages (flags, objects, metric sums) travel on the CPU, so no rank waits for its device to exchange them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from trainer.errors import MisconfigurationException
+from trainer.world import World
+
+__all__ = ["Dist"]
+
+
+class Dist:
+    """Opens the process group of a run, speaks through it, and closes it again."""
+
+    def __init__(self, world: World, device_type: str = "cpu", timeout: timedelta | None = None) -> None:
+        self.world = world
+        self.device_type = device_type
+        self.timeout = timeout
+        self._owns_group = False
+
+    @property
+    def alone(self) -> bool:
+        """True when there is no other rank."""
+        return self.world.world_size == 1
+
+    def open(self) -> None:
+        """Join the other ranks. Collective. A process group that the user's program opened is used and left open.
+
+        Raises:
+            MisconfigurationException: when an open process group has another size than this run.
+        """
+        if self.alone:
+            return
+        if torch_dist.is_initialized():
+            size = torch_dist.get_world_size()
+            if size != self.world.world_size:
+                raise MisconfigurationException(
+                    f"A process group of {size} ranks is open, but this run has {self.world.world_size}. Close it first "
+                    "(torch.distributed.destroy_process_group()), or ask for as many devices as it has ranks."
+                )
+            return
+        backend = "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo"
+        kwargs = {} if self.timeout is None else {"timeout": self.timeout}
+        torch_dist.init_process_group(
+            backend,
+            init_method=self.world.init_method,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            **kwargs,
+        )
+        self._owns_group = True
+
+    def close(self) -> None:
+        """Leave the group, if this object opened it."""
+        if self._owns_group:
+            self._owns_group = False
+            torch_dist.destroy_process_group()
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+        if not self.alone:
+            torch_dist.all_reduce(torch.zeros(1, dtype=torch.int64))
+
+    @contextmanager
+    def first_on_node(self) -> Iterator[bool]:
+        """Yield True on the first rank of each node; the others wait, without a time limit, until it has left. Collective.
+
+        A download may outlast any collective's time-out, so the waiting uses a group of its own with a limit of a year.
+        """
+        first = self.world.local_rank == 0
+        if self.alone:
+            yield True
+            return
+        group = torch_dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        try:
+            yield first
+            torch_dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=group)
+        finally:
+            torch_dist.destroy_process_group(group)
+
+    def agree(self, flag: bool) -> bool:
+        """Return True on every rank when any rank says True. Collective."""
+        if self.alone:
+            return flag
+        bits = torch.tensor([int(flag)], dtype=torch.int64)
+        torch_dist.all_reduce(bits, op=torch_dist.ReduceOp.MAX)
+        return bool(bits.item())
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s picklable object on every rank. Collective."""
+        if self.alone:
+            return obj
+        box = [obj]
+        torch_dist.broadcast_object_list(box, src=src, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return every rank's picklable object, in rank order, on every rank. Collective."""
+        if self.alone:
+            return [obj]
+        found: list[Any] = [None] * self.world.world_size
+        torch_dist.all_gather_object(found, obj)
+        return found
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` over the ranks, in place. Collective."""
+        if not self.alone:
+            torch_dist.all_reduce(tensor)
+        return tensor
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the element-wise maximum over the ranks, in place. Collective."""
+        if not self.alone:
+            torch_dist.all_reduce(tensor, op=torch_dist.ReduceOp.MAX)
+        return tensor
+
+    def broadcast_tensors(self, tensors: list[torch.Tensor], src: int = 0) -> None:
+        """Overwrite `tensors` with rank `src`'s values, in place. Collective."""
+        if self.alone:
+            return
+        with torch.no_grad():
+            for tensor in tensors:
+                torch_dist.broadcast(tensor.data, src=src)
+
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
+        """Stack `tensor` (same shape on all ranks) over the ranks: shape (world_size, *tensor.shape). Collective.
+
+        With `sync_grads` gradients flow back to this rank's own part; each rank's gradient is the sum over all ranks'
+        losses, as for a single process that saw the whole stack.
+        """
+        if self.alone:
+            return tensor
+        tensor = tensor.contiguous()
+        if sync_grads and torch.is_grad_enabled():
+            return _GatherWithGrad.apply(tensor, self.world.rank)
+        found = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
+        torch_dist.all_gather(found, tensor.detach())
+        return torch.stack(found)
+
+
+class _GatherWithGrad(torch.autograd.Function):
+    """all_gather whose backward sums the gradient over ranks and returns this rank's slice."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        ctx.rank = rank
+        found = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size())]
+        torch_dist.all_gather(found, tensor)
+        return torch.stack(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.contiguous()
+        torch_dist.all_reduce(grad)
+        return grad[ctx.rank], None

@@ -1,0 +1,73 @@
+"""Who overrides which hook: worked out once when a run starts, so that an unused hook costs nothing per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from callbacks.callback import HOOKS as CALLBACK_HOOKS
+from callbacks.callback import Callback, check_hook_names
+from trainer.datamodule import DataModule
+from trainer.module import MODULE_HOOKS, TrainModule, check_module
+
+__all__ = ["HookTable", "overrides"]
+
+LATE = "on_train_epoch_end/monitors"
+"""The second half of `on_train_epoch_end`: callbacks that read the numbers of the epoch."""
+
+
+def overrides(owner: Any, base: type, name: str) -> bool:
+    """True when `owner` has its own version of the method `name` of `base`."""
+    return name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name, None)
+
+
+class HookTable:
+    """For every hook the functions to call: callbacks in their order, then the module's own.
+
+    `current` is the name of the hook (or step function) that is running: the defaults of `self.log` follow from it.
+    """
+
+    def __init__(self, trainer: Any, callbacks: Sequence[Callback], module: TrainModule, data: DataModule | None) -> None:
+        check_module(module)
+        for callback in callbacks:
+            check_hook_names(type(callback), CALLBACK_HOOKS)
+        self.current = ""
+        self.functions: dict[str, tuple[Callable[..., Any], ...]] = {}
+        for name in sorted(CALLBACK_HOOKS | MODULE_HOOKS):
+            found = [
+                partial(getattr(callback, name), trainer, module)
+                for callback in callbacks
+                if name in CALLBACK_HOOKS and overrides(callback, Callback, name)
+            ]
+            if name in MODULE_HOOKS and overrides(module, TrainModule, name) or name.endswith("_model_eval"):
+                found.append(getattr(module, name))
+            if name == "on_exception" and data is not None and overrides(data, DataModule, name):
+                found.append(data.on_exception)
+            self.functions[name] = tuple(found)
+        self._split_epoch_end(trainer, callbacks, module)
+
+    def _split_epoch_end(self, trainer: Any, callbacks: Sequence[Callback], module: TrainModule) -> None:
+        name = "on_train_epoch_end"
+        mine = [c for c in callbacks if overrides(c, Callback, name)]
+        early = [partial(c.on_train_epoch_end, trainer, module) for c in mine if not c.monitors]
+        if overrides(module, TrainModule, name):
+            early.append(module.on_train_epoch_end)
+        self.functions[name] = tuple(early)
+        self.functions[LATE] = tuple(partial(c.on_train_epoch_end, trainer, module) for c in mine if c.monitors)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the hook `name`; return the last answer that is not None."""
+        functions = self.functions[name]
+        answer = None
+        if functions:
+            before, self.current = self.current, name.partition("/")[0]
+            for function in functions:
+                result = function(*args, **kwargs)
+                answer = answer if result is None else result
+            self.current = before
+        return answer
+
+    def used(self, *names: str) -> bool:
+        """True when anybody overrides one of these hooks."""
+        return any(self.functions[name] for name in names)

@@ -1,0 +1,114 @@
+"""Hyper-parameters: the arguments of a module or data module, remembered so that a checkpoint can rebuild it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from trainer.errors import MisconfigurationException
+
+__all__ = ["AttributeDict", "HyperparametersMixin"]
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose items are attributes too: `hparams.lr` is `hparams["lr"]`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"No hyper-parameter {name!r}; there are: {', '.join(map(str, self)) or 'none'}.") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        del self[name]
+
+
+class HyperparametersMixin:
+    """Gives a class `save_hyperparameters()` and `hparams`."""
+
+    _log_hyperparams = True
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """The saved hyper-parameters; changes to it reach the next checkpoint."""
+        return self.__dict__.setdefault("_hparams", AttributeDict())
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """A copy of the hyper-parameters as they were when they were saved."""
+        return copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Remember the arguments of `__init__`, from which this is called.
+
+        Args:
+            args: names of arguments to keep (all, when none is named), or one dict or namespace to keep as it is.
+            ignore: names to leave out; for arguments that a checkpoint cannot hold as plain values (modules, paths).
+            frame: the frame of `__init__`, when the call is made from a helper.
+            logger: also send the hyper-parameters to the loggers.
+
+        Raises:
+            MisconfigurationException: when a name is not an argument of `__init__`.
+        """
+        self.__dict__["_log_hyperparams"] = logger
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        if len(args) == 1 and not isinstance(args[0], str):
+            given = args[0] if isinstance(args[0], dict) else vars(args[0])
+        else:
+            if frame is None:
+                frame = inspect.currentframe().f_back  # type: ignore[union-attr]
+            given = _init_arguments(self, frame)
+            unknown = [name for name in args if name not in given]
+            if unknown:
+                raise MisconfigurationException(
+                    f"save_hyperparameters({unknown[0]!r}): __init__ has no such argument; it has {', '.join(given) or 'none'}."
+                )
+            if args:
+                given = {name: given[name] for name in args}
+        self.hparams.update({name: value for name, value in given.items() if name not in ignored})
+        self.__dict__["_hparams_initial"] = AttributeDict(copy.deepcopy(_copyable(self.hparams)))
+
+
+def _copyable(values: dict[str, Any]) -> dict[str, Any]:
+    """Drop what cannot be copied (open files, locks); a checkpoint refuses it by name anyway."""
+    out = {}
+    for name, value in values.items():
+        try:
+            out[name] = copy.deepcopy(value)
+        except Exception:  # any class may fail to copy in any way
+            continue
+    return out
+
+
+def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
+    """Collect the arguments of the `__init__` frames of `owner`, from the outermost class inwards."""
+    found: dict[str, Any] = {}
+    while frame is not None and frame.f_code.co_name != "__init__":
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name == "__init__":
+        info = inspect.getargvalues(frame)
+        if not info.args or info.locals.get(info.args[0]) is not owner:
+            break
+        here = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
+        code = frame.f_code
+        first_kwonly = code.co_argcount
+        for name in code.co_varnames[first_kwonly : first_kwonly + code.co_kwonlyargcount]:
+            here[name] = info.locals[name]
+        if info.keywords and info.keywords in info.locals:
+            here.update(info.locals[info.keywords])
+        here.pop("__class__", None)
+        found = {**found, **here}
+        frame = frame.f_back
+    return found

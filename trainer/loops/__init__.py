@@ -1,0 +1,1 @@
+"""The loops: training on one screen, evaluation and prediction."""

@@ -1,0 +1,170 @@
+"""Validation and test: every sample exactly once over all ranks, in eval mode, without gradients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainer.errors import MisconfigurationException
+from trainer.loops.transfer import receive
+from trainer.metrics import Collector, Published
+from trainer.seed import isolate_rng
+
+__all__ = ["evaluate", "sanity_check", "validate", "validation_due"]
+
+_WORD = {"validate": "validation", "sanity_check": "validation", "test": "test"}
+_STEP = {"validate": "validation_step", "sanity_check": "validation_step", "test": "test_step"}
+
+
+def evaluate(run: Any) -> list[dict[str, float]]:
+    """Run `Trainer.validate` or `Trainer.test`; return one dict of numbers a loader. Collective."""
+    run.strategy.wrap(training=False)
+    published = _pass(run, run.fn)
+    count = len(run.loaders.sources(run.fn))
+    return [
+        {name: value for name, value in published.callback.items() if published.loader.get(name) in (None, i)}
+        for i in range(count)
+    ]
+
+
+def validation_due(run: Any, group: Any) -> bool:
+    """True when the step just taken is followed by validation. Intervals count optimizer steps."""
+    s, p = run.settings, run.progress
+    if not run.validates:
+        return False
+    if s.check_val_every_n_epoch is None:
+        return p.step % s.val_check_interval == 0
+    if (p.epoch + 1) % s.check_val_every_n_epoch:
+        return False
+    return p.step_in_epoch % run.val_every == 0 if run.val_every else group.last
+
+
+def validation_interval(run: Any, source: Any) -> int:
+    """Return after how many optimizer steps of an epoch validation is due; 0 where it is due at the epoch's end.
+
+    Raises:
+        MisconfigurationException: when the interval is longer than the epoch, or a fraction of an unknown length.
+    """
+    every = run.settings.val_check_interval
+    if not run.validates or (isinstance(every, float) and every == 1.0):
+        return 0
+    batches = source.num_batches
+    steps = None if batches is None else -(-batches // run.accumulate)
+    if isinstance(every, float):
+        if steps is None:
+            raise MisconfigurationException(
+                f"val_check_interval={every} is a fraction of an epoch, whose length the training loader does not know. Give a "
+                "whole number of optimizer steps."
+            )
+        return max(1, int(steps * every))
+    if run.settings.check_val_every_n_epoch is not None and steps is not None and every > steps:
+        raise MisconfigurationException(
+            f"val_check_interval={every} is more than the {steps} optimizer steps of an epoch, so validation would never run. Lower it, "
+            "or set check_val_every_n_epoch=None to count steps across epochs."
+        )
+    return every
+
+
+def validate(run: Any) -> None:
+    """Validate inside a fit: the state of training is the same before and after. Collective."""
+    stage, run.stage = run.stage, "validate"
+    collector, run.collector = run.collector, None
+    try:
+        _pass(run, "validate", collector.dist)
+    finally:
+        run.stage, run.collector = stage, collector
+        torch.set_grad_enabled(True)
+
+
+def sanity_check(run: Any) -> None:
+    """Try a few validation batches ahead of step 1. Nothing they log is kept, and no random stream moves. Collective."""
+    n = run.settings.num_sanity_val_steps
+    run.sanity_checked = False
+    if not n or not run.validates or run.progress.step:
+        return
+    stage, run.stage = run.stage, "sanity_check"
+    collector = run.collector
+    with isolate_rng():
+        run.hooks.call("on_sanity_check_start")
+        try:
+            published = _pass(run, "sanity_check", collector.dist, limit=None if n == -1 else n)
+        finally:
+            run.stage, run.collector = stage, collector
+        run.known_names.update(published.callback)
+        run.hooks.call("on_sanity_check_end")
+    run.trainer.results.clear_metrics()
+    run.sanity_checked = True
+
+
+def _pass(run: Any, stage: str, dist: Any = None, limit: int | None = None) -> Published:
+    """One pass over all loaders of a stage."""
+    word, hooks = _WORD[stage], run.hooks
+    sources = run.loaders.sources("validate" if stage == "sanity_check" else stage)
+    run.collector = Collector(dist or run.dist, run.module.get_submodule)
+    run.strategy.sync_buffers()
+    if run.fn == "fit" and hooks.used("on_validation_model_zero_grad"):
+        hooks.call("on_validation_model_zero_grad")
+    with modes_kept(run.module), torch.inference_mode(run.settings.inference_mode), torch.no_grad():
+        hooks.call(f"on_{word}_model_eval")
+        hooks.call(f"on_{word}_start")
+        hooks.call(f"on_{word}_epoch_start")
+        for index, source in enumerate(sources):
+            run.recorder.loader = index if len(sources) > 1 else None
+            _loader(run, stage, source, index, len(sources) > 1, limit)
+        run.recorder.loader = None
+        hooks.call(f"on_{word}_epoch_end")
+        published = run.collector.publish_epoch()
+        published.callback = {**_last_steps(run), **published.callback}
+        if stage != "sanity_check":
+            run.spread(published, stage)
+        hooks.call(f"on_{word}_end")
+    hooks.call(f"on_{word}_model_train")
+    return published
+
+
+def _last_steps(run: Any) -> dict[str, float]:
+    return run.collector.publish_step(run.step_id).callback
+
+
+def _loader(run: Any, stage: str, source: Any, index: int, several: bool, limit: int | None) -> None:
+    word, hooks = _WORD[stage], run.hooks
+    step = step_caller(getattr(run.module, _STEP[stage]), several, index)
+    hears_start, hears_end = hooks.used(f"on_{word}_batch_start"), hooks.used(f"on_{word}_batch_end")
+    for i, batch in enumerate(source.epoch(run.progress.epoch if run.fn == "fit" else 0).batches()):
+        if limit is not None and i >= limit:
+            break
+        batch = receive(run, batch, None, index)
+        if hears_start:
+            hooks.call(f"on_{word}_batch_start", batch, i, index)
+        hooks.current = _STEP[stage]
+        with run.precision.forward_context():
+            output = step(batch, i)
+        hooks.current = ""
+        if hears_end:
+            hooks.call(f"on_{word}_batch_end", output, batch, i, index)
+    run.recorder.start_batch(None)
+
+
+def step_caller(step: Any, several: bool, index: int) -> Any:
+    """Return `step` as the loop calls it, f(batch, batch_idx), whichever of its arguments it takes."""
+    parameters = inspect.signature(step).parameters
+    if several and ("dataloader_idx" in parameters or len(parameters) > 2):
+        return lambda batch, i: step(batch, i, index)
+    if len(parameters) == 1 and all(p.kind is not p.VAR_POSITIONAL for p in parameters.values()):
+        return lambda batch, i: step(batch)
+    return step
+
+
+@contextmanager
+def modes_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Put every sub-module back into the mode (train or eval) it had on entering."""
+    before = [(m, m.training) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for m, training in before:
+            m.training = training

@@ -1,0 +1,72 @@
+"""Wrong use that can be seen before anything starts: no process, no file, no rendezvous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.checkpoint import io, state
+from trainer.datamodule import DataModule
+from trainer.errors import MisconfigurationException
+from trainer.hooks import overrides
+from trainer.module import TrainModule, check_module
+
+__all__ = ["check_job"]
+
+_STEP = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
+_LOADER = {
+    "fit": ("train", "train_dataloader", "train_dataloaders"),
+    "validate": ("validate", "val_dataloader", "dataloaders"),
+    "test": ("test", "test_dataloader", "dataloaders"),
+    "predict": ("predict", "predict_dataloader", "dataloaders"),
+}
+
+
+def check_job(job: Any, settings: Any, precision: Any) -> None:
+    """Refuse a call that cannot work.
+
+    Raises:
+        MisconfigurationException: saying what is missing and where to put it.
+    """
+    module, fn = job.module, job.fn
+    if module is None:
+        raise MisconfigurationException(f"trainer.{fn}() without a model works after a run only; pass the model.")
+    if not isinstance(module, TrainModule):
+        raise MisconfigurationException(f"trainer.{fn} takes a TrainModule; got {type(module).__name__}.")
+    if job.datamodule is not None and not isinstance(job.datamodule, DataModule):
+        raise MisconfigurationException(f"datamodule must be a DataModule; got {type(job.datamodule).__name__}.")
+    check_module(module)
+    _needs_methods(module, fn)
+    _needs_loader(job, settings)
+    if fn == "fit":
+        _matching_validation(job)
+        io.check_plain(io.plain({state.HPARAMS: dict(module.hparams)}))
+
+
+def _needs_methods(module: TrainModule, fn: str) -> None:
+    name = type(module).__qualname__
+    if fn in _STEP and not overrides(module, TrainModule, _STEP[fn]):
+        raise MisconfigurationException(f"trainer.{fn} needs {name}.{_STEP[fn]}(self, batch, batch_idx); define it.")
+    if fn == "fit" and not overrides(module, TrainModule, "configure_optimizers"):
+        raise MisconfigurationException(
+            f"trainer.fit needs {name}.configure_optimizers(self); return an optimizer, for example torch.optim.SGD("
+            "self.parameters(), lr=0.1), or None for a module that only runs."
+        )
+
+
+def _needs_loader(job: Any, settings: Any) -> None:
+    stage, hook, argument = _LOADER[job.fn]
+    if job.loaders.get(stage) is not None or overrides(job.module, TrainModule, hook):
+        return
+    if job.datamodule is not None and overrides(job.datamodule, DataModule, hook):
+        return
+    raise MisconfigurationException(
+        f"There is no {stage} loader: define {hook} in {type(job.module).__qualname__} or in a DataModule, or pass {argument}=."
+    )
+
+
+def _matching_validation(job: Any) -> None:
+    has_step = overrides(job.module, TrainModule, "validation_step")
+    if job.loaders.get("validate") is not None and not has_step:
+        raise MisconfigurationException(
+            f"val_dataloaders= is given, but {type(job.module).__qualname__} has no validation_step; define it or leave them out."
+        )

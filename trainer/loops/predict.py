@@ -1,0 +1,63 @@
+"""Prediction: what `predict_step` returns for every batch, in data set order, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from trainer.loops.evaluate import modes_kept, step_caller
+from trainer.loops.transfer import receive
+
+__all__ = ["predict"]
+
+
+def predict(run: Any) -> list[Any] | None:
+    """Return the predictions: a list over batches, or a list of such lists where there are several loaders. Collective."""
+    run.strategy.wrap(training=False)
+    sources, hooks = run.loaders.sources("predict"), run.hooks
+    keep = run.job.return_predictions
+    found: list[list[Any]] = []
+    with modes_kept(run.module), torch.inference_mode(run.settings.inference_mode), torch.no_grad():
+        hooks.call("on_predict_model_eval")
+        hooks.call("on_predict_start")
+        hooks.call("on_predict_epoch_start")
+        for index, source in enumerate(sources):
+            mine = _loader(run, source, index, len(sources) > 1, keep)
+            if keep:
+                found.append(_in_order(run.dist.gather(mine)))
+        hooks.call("on_predict_epoch_end")
+        hooks.call("on_predict_end")
+    hooks.call("on_predict_model_train")
+    if not keep:
+        return None
+    return found[0] if len(found) == 1 else found
+
+
+def _loader(run: Any, source: Any, index: int, several: bool, keep: bool) -> list[Any]:
+    hooks, outputs = run.hooks, []
+    step = step_caller(run.module.predict_step, several, index)
+    hears_start, hears_end = hooks.used("on_predict_batch_start"), hooks.used("on_predict_batch_end")
+    for i, batch in enumerate(source.epoch(0).batches()):
+        batch = receive(run, batch, None, index)
+        if hears_start:
+            hooks.call("on_predict_batch_start", batch, i, index)
+        with run.precision.forward_context():
+            output = step(batch, i)
+        if hears_end:
+            hooks.call("on_predict_batch_end", output, batch, i, index)
+        if keep:
+            outputs.append(tree_map_only(torch.Tensor, _to_host, output))
+    return outputs
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU copy, so that no accelerator memory is held and no batch is kept alive by a view of it."""
+    return tensor.detach().cpu().clone()
+
+
+def _in_order(by_rank: list[list[Any]]) -> list[Any]:
+    """Interleave: batch j of the whole data set was predicted by rank j modulo the world size."""
+    longest = max(map(len, by_rank))
+    return [outputs[i] for i in range(longest) for outputs in by_rank if i < len(outputs)]

@@ -1,0 +1,334 @@
+"""What `self.log` does with a value: sums on the value's device, read only when numbers are published.
+
+Between two publish points nothing here waits for a device. At a publish point the ranks compare the names they hold, add
+up one vector, and one transfer brings the result to the host. Sums are kept in 64-bit floats where the device has them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainer.dist import Dist
+from trainer.errors import MisconfigurationException
+
+__all__ = ["Collector", "Published", "batch_size_of", "is_metric"]
+
+_REDUCTIONS = {
+    "mean": "mean", torch.mean: "mean", "avg": "mean",
+    "sum": "sum", torch.sum: "sum",
+    "min": "min", torch.min: "min", min: "min",
+    "max": "max", torch.max: "max", max: "max",
+}  # fmt: skip
+
+
+def is_metric(value: Any) -> bool:
+    """True for a torchmetrics-like object: it has `update`, `compute` and `reset`."""
+    return all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the number of samples in a batch: the first dimension of the first tensor found in it, else 1."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    if isinstance(batch, dict):
+        batch = batch.values()
+    elif isinstance(batch, (str, bytes)) or not isinstance(batch, Iterable):
+        return 1
+    for item in batch:
+        if isinstance(item, (torch.Tensor, dict, list, tuple)):
+            return batch_size_of(item)
+    return 1
+
+
+@dataclass
+class Published:
+    """The numbers of one publish point, equal on all ranks."""
+
+    callback: dict[str, float] = field(default_factory=dict)
+    logger: dict[str, float] = field(default_factory=dict)
+    bar: dict[str, float] = field(default_factory=dict)
+    loader: dict[str, int | None] = field(default_factory=dict)
+
+
+class _Entry:
+    """One logged name: the values of the current step, and the sums of the current epoch."""
+
+    __slots__ = ("bar", "loader", "logger", "metric", "name", "on_epoch", "on_step", "path", "reduce",
+                 "step", "step_items", "total", "weight")  # fmt: skip
+
+    def __init__(self, name: str, reduce: str, on_step: bool, on_epoch: bool, bar: bool, logger: bool) -> None:
+        self.name, self.reduce = name, reduce
+        self.on_step, self.on_epoch, self.bar, self.logger = on_step, on_epoch, bar, logger
+        self.loader: int | None = None
+        self.metric: Any = None
+        self.path: str | None = None
+        self.step = -1
+        self.step_items: list[tuple[torch.Tensor, float]] = []
+        self.total: torch.Tensor | None = None
+        self.weight = 0.0
+
+    def add(self, value: torch.Tensor, weight: float, step: int) -> None:
+        if self.on_step:
+            if self.step != step:
+                self.step = step
+                self.step_items = [(value, weight)]
+            else:
+                self.step_items.append((value, weight))
+        if self.on_epoch:
+            self._accumulate(value, weight)
+
+    def _accumulate(self, value: torch.Tensor, weight: float) -> None:
+        if self.total is None:
+            wide = value.double() if value.device.type != "mps" else value.float()
+            self.total = wide * weight if self.reduce == "mean" else wide.clone()
+        elif self.reduce == "mean":
+            self.total.add_(value, alpha=weight)
+        elif self.reduce == "sum":
+            self.total.add_(value)
+        else:
+            self.total = getattr(torch, "minimum" if self.reduce == "min" else "maximum")(self.total, value)
+        self.weight += weight
+
+    def step_total(self) -> tuple[torch.Tensor, float]:
+        """Return (sum, weight) over the batches of the current step."""
+        if len(self.step_items) == 1:
+            value, weight = self.step_items[0]
+            return (value * weight if self.reduce == "mean" and weight != 1 else value), weight
+        values = torch.stack([v for v, _ in self.step_items])
+        weight = sum(w for _, w in self.step_items)
+        if self.reduce == "mean":
+            return (values * torch.tensor([w for _, w in self.step_items], device=values.device)).sum(), weight
+        if self.reduce == "sum":
+            return values.sum(), weight
+        return (values.min() if self.reduce == "min" else values.max()), weight
+
+
+class Collector:
+    """Everything logged in one stage (training, or one validation pass).
+
+    Args:
+        dist: the ranks to reduce over.
+        find_metric: returns the metric object at an attribute path of the module, for a rank that did not log it itself.
+    """
+
+    def __init__(self, dist: Dist, find_metric: Callable[[str], Any] | None = None) -> None:
+        self.dist = dist
+        self.find_metric = find_metric
+        self.entries: dict[str, _Entry] = {}
+        self._signature: tuple[tuple[str, ...], int] = ((), 0)
+
+    # -- logging: hot --------------------------------------------------------------------------------------------------
+
+    def entry(
+        self, name: str, loader: int | None, reduce: Any, on_step: bool, on_epoch: bool, bar: bool, logger: bool
+    ) -> _Entry:
+        """Return the entry of `name`, made on first use. The flags of a name are those of its first call.
+
+        Raises:
+            MisconfigurationException: for a reduction other than mean, sum, min, max, or one that changed.
+        """
+        key = name if loader is None else f"{name}/dataloader_idx_{loader}"
+        found = self.entries.get(key)
+        if found is None:
+            if reduce not in _REDUCTIONS:
+                raise MisconfigurationException(
+                    f"self.log({name!r}, reduce_fx={reduce!r}): reduce_fx must be 'mean', 'sum', 'min' or 'max'."
+                )
+            found = self.entries[key] = _Entry(key, _REDUCTIONS[reduce], on_step, on_epoch, bar, logger)
+            found.loader = loader
+        elif found.on_step != on_step or found.on_epoch != on_epoch:
+            raise MisconfigurationException(
+                f"self.log({name!r}) was called with other on_step/on_epoch before in this stage; give each its own name."
+            )
+        return found
+
+    # -- publishing ----------------------------------------------------------------------------------------------------
+
+    def publish_step(self, step: int) -> Published:
+        """Return the values that were logged during step `step`, reduced over its batches and over ranks. Collective."""
+        due = {
+            (f"{e.name}_step" if e.on_epoch else e.name): e
+            for e in self.entries.values()
+            if e.on_step and e.step == step
+        }
+        rows = {key: (e.reduce, *e.step_total()) for key, e in due.items()}
+        return self._file(self._across_ranks(rows), due)
+
+    def publish_epoch(self, reset: bool = True) -> Published:
+        """Return the reduced values of the epoch and forget them. Collective."""
+        due = {(f"{e.name}_epoch" if e.on_step else e.name): e for e in self.entries.values() if e.on_epoch}
+        rows = {
+            key: (e.reduce, e.total, e.weight) for key, e in due.items() if e.metric is None and e.total is not None
+        }
+        values = self._across_ranks(rows)
+        values.update(self._compute_metrics({key: e for key, e in due.items() if e.metric is not None}, reset))
+        published = self._file(values, due)
+        if reset:
+            self.reset()
+        return published
+
+    def reset(self) -> None:
+        """Forget all sums; the next epoch starts from nothing."""
+        for entry in self.entries.values():
+            if entry.metric is not None and entry.on_epoch:
+                entry.metric.reset()
+        self.entries.clear()
+
+    def _file(self, values: dict[str, float], due: dict[str, _Entry]) -> Published:
+        """Sort values into what callbacks, loggers and the bar see; a name logged both ways is also found by its own name."""
+        out = Published()
+        for key, value in values.items():
+            entry = due.get(key)
+            out.callback[key] = value
+            if entry is None:  # only other ranks logged it
+                out.logger[key] = value
+                out.loader[key] = None
+                continue
+            out.loader[key] = entry.loader
+            if entry.on_step and entry.on_epoch:
+                out.callback[entry.name] = value
+            if entry.logger:
+                out.logger[key] = value
+            if entry.bar:
+                out.bar[key] = value
+        return out
+
+    def _compute_metrics(self, due: dict[str, _Entry], reset: bool) -> dict[str, float]:
+        """Compute metric objects on all ranks in one order, also on ranks that had no batch to log them in."""
+        paths = {key: e.path for key, e in due.items()}
+        merged: dict[str, str | None] = {}
+        for found in self.dist.gather(paths) if self._any_metrics(bool(paths)) else []:
+            merged.update({k: v for k, v in found.items() if k not in merged})
+        values = {}
+        for key in sorted(merged):
+            metric = due[key].metric if key in due else self._metric_at(key, merged[key])
+            values[key] = float(metric.compute())
+            if reset and key not in due:
+                metric.reset()
+        return values
+
+    def _any_metrics(self, mine: bool) -> bool:
+        return self.dist.agree(mine)
+
+    def _metric_at(self, key: str, path: str | None) -> Any:
+        if path is None or self.find_metric is None:
+            raise MisconfigurationException(
+                f"{key!r} was logged as a metric object on another rank, and this rank cannot find that object. Make the "
+                "metric an attribute of the module, or pass metric_attribute= its name."
+            )
+        return self.find_metric(path)
+
+    def _across_ranks(self, rows: dict[str, tuple[str, torch.Tensor, float]]) -> dict[str, float]:
+        """Reduce (kind, sum, weight) rows over the ranks; a name that only some ranks hold is reduced over those."""
+        kinds = {key: row[0] for key, row in rows.items()}
+        if not self.dist.alone:
+            kinds = self._common_names(kinds)
+        if not kinds:
+            return {}
+        numbers = dict(zip(rows, _to_host([row[1] for row in rows.values()]), strict=True))
+        if self.dist.alone:
+            return {key: _ratio(kinds[key], numbers[key], rows[key][2]) for key in rows}
+        sums, extremes = [], []
+        for key, kind in kinds.items():
+            mine = rows.get(key)
+            if kind in ("mean", "sum"):
+                sums += [numbers[key], mine[2]] if mine else [0.0, 0.0]
+            else:
+                sign = 1.0 if kind == "max" else -1.0
+                extremes.append(sign * numbers[key] if mine else -math.inf)
+        total = iter(self.dist.sum(torch.tensor(sums, dtype=torch.float64)).tolist())
+        peak = iter(self.dist.maximum(torch.tensor(extremes, dtype=torch.float64)).tolist() if extremes else [])
+        out = {}
+        for key, kind in kinds.items():
+            if kind in ("mean", "sum"):
+                out[key] = _ratio(kind, next(total), next(total))
+            else:
+                out[key] = next(peak) * (1.0 if kind == "max" else -1.0)
+        return out
+
+    def _common_names(self, kinds: dict[str, str]) -> dict[str, str]:
+        """Agree on names and their order. One small header where all ranks hold the same names; else the names travel."""
+        names = tuple(sorted(kinds.items()))
+        if self._signature[0] != names:
+            digest = hashlib.blake2b(repr(names).encode(), digest_size=7).digest()
+            self._signature = (names, int.from_bytes(digest, "little"))
+        mark = self._signature[1]
+        high, low = self.dist.maximum(torch.tensor([mark, -mark], dtype=torch.int64)).tolist()
+        if high == -low:
+            return dict(names)
+        merged: dict[str, str] = {}
+        for found in self.dist.gather(dict(names)):
+            for key, kind in found.items():
+                if merged.setdefault(key, kind) != kind:
+                    raise MisconfigurationException(
+                        f"{key!r} was logged with reduce_fx={kind!r} on one rank and {merged[key]!r} on another."
+                    )
+        return dict(sorted(merged.items()))
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's sums of the current epoch, so that a mid-epoch resume ends with the same epoch means."""
+        state = {}
+        for key, e in self.entries.items():
+            if e.on_epoch:
+                state[key] = {
+                    "reduce": e.reduce, "on_step": e.on_step, "bar": e.bar, "logger": e.logger, "path": e.path,
+                    "weight": e.weight, "total": None if e.total is None else e.total.detach().cpu().clone(),
+                }  # fmt: skip
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Take back what `state_dict` returned; sums go to `device`, where the values will be."""
+        self.entries.clear()
+        for key, s in state.items():
+            e = self.entries[key] = _Entry(key, s["reduce"], s["on_step"], True, s["bar"], s["logger"])
+            e.weight = s["weight"]
+            e.total = None if s["total"] is None else s["total"].to(device)
+            e.path = s["path"]
+            if e.path is not None and self.find_metric is not None:
+                e.metric = self.find_metric(e.path)
+
+
+def _ratio(kind: str, total: float, weight: float) -> float:
+    if kind != "mean":
+        return total
+    return total / weight if weight else math.nan
+
+
+def _to_host(tensors: list[torch.Tensor]) -> list[float]:
+    """Read scalars with one transfer a device."""
+    out = [0.0] * len(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(i)
+    for device, indices in by_device.items():
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        values = torch.stack([tensors[i].detach().reshape(()).to(wide) for i in indices]).tolist()
+        for i, value in zip(indices, values, strict=True):
+            out[i] = value
+    return out
+
+
+def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join the epoch sums of several ranks into one, for a resume with another number of ranks."""
+    merged: dict[str, Any] = {}
+    for state in states:
+        for key, part in state.items():
+            whole = merged.get(key)
+            if whole is None or whole["total"] is None or part["total"] is None:
+                merged[key] = part if whole is None or whole["total"] is None else whole
+                continue
+            join = {"min": torch.minimum, "max": torch.maximum}.get(part["reduce"], torch.add)
+            merged[key] = {
+                **whole,
+                "total": join(whole["total"], part["total"]),
+                "weight": whole["weight"] + part["weight"],
+            }
+    return merged

@@ -1,0 +1,427 @@
+"""TrainModule: what a user subclasses. It knows its trainer only as the object it was handed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from trainer.checkpoint import io, state
+from trainer.checkpoint.keys import strip_prefixes
+from trainer.errors import MisconfigurationException, nearest
+from trainer.hparams import HyperparametersMixin
+
+__all__ = ["TrainModule"]
+
+
+class ModuleHooks:
+    """The hooks of a module. All are optional; the order is on the page docs/loop.md."""
+
+    # fmt: off
+    def prepare_data(self) -> None: """Download and write files: called on one process of each node; set no state here."""
+    def setup(self, stage: str) -> None: """On every rank before loaders and optimizers are made; `stage` is "fit", "validate", ..."""
+    def teardown(self, stage: str) -> None: """The last hook of a run."""
+    def on_fit_start(self) -> None: """The module is on its device and optimizers exist."""
+    def on_fit_end(self) -> None: """Training is over."""
+    def on_train_start(self) -> None: """Before the first epoch."""
+    def on_train_end(self) -> None: """After the last epoch."""
+    def on_train_epoch_start(self) -> None: """Before the first batch of an epoch."""
+    def on_train_epoch_end(self) -> None: """After an epoch and its validation."""
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None: """Before a batch; return -1 to skip the rest of the epoch."""
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: """After a batch."""
+    def on_validation_start(self) -> None: """Before validation."""
+    def on_validation_end(self) -> None: """After validation; its numbers are published."""
+    def on_validation_epoch_start(self) -> None: """Before the first validation batch."""
+    def on_validation_epoch_end(self) -> None: """After the last validation batch; the last place to log."""
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """Before a validation batch."""
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """After it."""
+    def on_validation_model_eval(self) -> None: """Put the module into eval mode (default: `self.eval()`)."""; self.eval()  # type: ignore[attr-defined]
+    def on_validation_model_train(self) -> None: """Validation is over; the mode of every sub-module was put back already."""
+    def on_validation_model_zero_grad(self) -> None: """Before validation inside a fit: override to free gradients."""
+    def on_test_start(self) -> None: """Before testing."""
+    def on_test_end(self) -> None: """After testing."""
+    def on_test_epoch_start(self) -> None: """Before the first test batch."""
+    def on_test_epoch_end(self) -> None: """After the last test batch."""
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """Before a test batch."""
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """After it."""
+    def on_test_model_eval(self) -> None: """Put the module into eval mode (default: `self.eval()`)."""; self.eval()  # type: ignore[attr-defined]
+    def on_test_model_train(self) -> None: """Testing is over; modes were put back already."""
+    def on_predict_start(self) -> None: """Before prediction."""
+    def on_predict_end(self) -> None: """After prediction."""
+    def on_predict_epoch_start(self) -> None: """Before the first prediction batch."""
+    def on_predict_epoch_end(self) -> None: """After the last prediction batch."""
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """Before a prediction batch."""
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """After it."""
+    def on_predict_model_eval(self) -> None: """Put the module into eval mode (default: `self.eval()`)."""; self.eval()  # type: ignore[attr-defined]
+    def on_predict_model_train(self) -> None: """Prediction is over; modes were put back already."""
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any: """Change a batch before it goes to the device."""; return batch
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any: """Change a batch on the device."""; return batch
+    def on_before_zero_grad(self, optimizer: Any) -> None: """Before gradients are set to None."""
+    def on_before_backward(self, loss: torch.Tensor) -> None: """Before backward; the loss is already weighted."""
+    def on_after_backward(self) -> None: """After every backward; gradients may be scaled (16-mixed)."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None: """Gradients are complete and unscaled, not yet clipped."""
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: """Add to the table that is about to be written."""
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: """Read from a table that was just loaded."""
+    def on_exception(self, exception: BaseException) -> None: """A run is about to end with `exception`."""
+    # fmt: on
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch; override for batches that are not made of tensors and containers."""
+        return move_to(batch, device)
+
+
+class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
+    """A torch module that says how it is trained.
+
+    Define `training_step` and `configure_optimizers`; the rest is optional. The loss is what `training_step` returns, as
+    a tensor or under "loss" in a dict. A dict may also give "count": the number of samples or tokens that the loss is a
+    mean over; the update is then the mean over all of them, in every accumulation window and over all ranks.
+    """
+
+    _trainer: Any = None
+    automatic_optimization: bool = True
+    strict_loading: bool = True
+    example_input_array: Any = None
+    _not_transferred = ("_trainer",)
+
+    # -- what the user writes ------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss of a batch: a scalar tensor, a dict with "loss" (and "count"), or None to skip the batch."""
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Look at one validation batch and `self.log` numbers. With several loaders it also gets `dataloader_idx`."""
+        raise NotImplementedError
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Look at one test batch."""
+        raise NotImplementedError
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Return the predictions of a batch; by default `self(batch)`."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer, in one of six forms.
+
+        An optimizer; a list of them; two lists (optimizers, schedulers); a dict with "optimizer" and "lr_scheduler"; a tuple
+        of such dicts; or None for a module that only runs. "lr_scheduler" is a scheduler or a dict of "scheduler",
+        "interval" ("epoch" or "step"), "frequency", "monitor", "strict", "name", "reduce_on_plateau".
+        """
+        raise NotImplementedError
+
+    def configure_callbacks(self) -> Any:
+        """Return a callback or a list of them to add to the trainer's; a callback of the same class replaces the trainer's."""
+        return []
+
+    def configure_model(self) -> None:
+        """Create large layers here, on every rank, just before they are placed. It may be called more than once."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader (or a list or dict of them)."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """Return the validation loader, or a list of them."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """Return the test loader, or a list of them."""
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader of prediction inputs, or a list of them."""
+        raise NotImplementedError
+
+    # -- steps that may be taken over ------------------------------------------------------------------------------------
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]) -> None:
+        """Take the step. Override to warm up or skip; call `optimizer.step(closure=optimizer_closure)`."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Set gradients to None before the first backward of a step."""
+        optimizer.zero_grad()
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward from the (weighted, scaled) loss."""
+        loss.backward(*args, **kwargs)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of `optimizer`. Override for another rule; call `self.clip_gradients` inside."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Advance a scheduler; `metric` is the monitored number, or None."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    # -- what the user calls ---------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer that runs this module.
+
+        Raises:
+            RuntimeError: outside a run.
+        """
+        if self._trainer is None:
+            raise RuntimeError(
+                f"{type(self).__name__} is not attached to a Trainer: self.trainer (and self.log, self.optimizers, ...) exist "
+                "only inside fit, validate, test or predict."
+            )
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self.__dict__["_trainer"] = trainer
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Add a number to what is published: a float, a scalar tensor, or a torchmetrics metric.
+
+        Nothing is read from the device here. With `on_step` (default in training) the mean over the step's batches is published
+        at publish points; with `on_epoch` (default elsewhere) the mean over the epoch, each batch weighted by its number of
+        samples. Both are exact over all ranks, so `sync_dist` is accepted and changes nothing.
+
+        Args:
+            name: the name in loggers, in `trainer.callback_metrics` and for monitors.
+            value: the number; tensors must hold one element.
+            prog_bar: also show it in the progress bar.
+            logger: send it to the loggers (default True).
+            on_step, on_epoch: publish per step, per epoch; with both, as `name_step` and `name_epoch`.
+            reduce_fx: "mean", "sum", "min" or "max" over batches and ranks.
+            enable_graph: accepted; values are always detached.
+            add_dataloader_idx: append `/dataloader_idx_N` where there are several loaders.
+            batch_size: the weight of this value in the mean; default the first dimension of the batch.
+            metric_attribute: where a metric object lives in the module, if that cannot be found.
+            rank_zero_only: only rank 0's value counts.
+
+        Raises:
+            RuntimeError: outside a run.
+            MisconfigurationException: in a hook where nothing can be logged, or for a value that is no scalar.
+        """
+        self.trainer._record(
+            self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx,
+            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+        )  # fmt: skip
+
+    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+        """Call `log` for every item; the keyword arguments are those of `log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, **kwargs)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer, or the list when there are several. Their `step` handles precision and hooks."""
+        found = self.trainer._step_optimizers if use_pl_optimizer else self.trainer.optimizers
+        return found[0] if len(found) == 1 else list(found)
+
+    def lr_schedulers(self) -> Any:
+        """Return the scheduler, the list when there are several, or None."""
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not found else found[0] if len(found) == 1 else found
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward in manual optimization: scales the loss as the precision asks and averages gradients over ranks.
+
+        Collective.
+
+        Raises:
+            MisconfigurationException: in automatic optimization.
+        """
+        self.trainer._manual_backward(loss, *args, **kwargs)
+
+    def clip_gradients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of `optimizer` in place by "norm" (default) or "value"; without a value nothing happens."""
+        self.trainer._clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let only the parameters of `optimizer` require gradients, until `untoggle_optimizer`."""
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        saved = self.__dict__.setdefault("_toggled", {})
+        for other in self.trainer.optimizers:
+            for group in other.param_groups:
+                for p in group["params"]:
+                    saved.setdefault(id(p), (p, p.requires_grad))
+                    p.requires_grad = saved[id(p)][1] if id(p) in mine else False
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Put back the `requires_grad` of every parameter that `toggle_optimizer` changed."""
+        for p, flag in self.__dict__.pop("_toggled", {}).values():
+            p.requires_grad = flag
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any, toggle_model: bool = True) -> Iterator[None]:
+        """Run a block with `toggle_optimizer` in force."""
+        if toggle_model:
+            self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            if toggle_model:
+                self.untoggle_optimizer(optimizer)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack the tensors in `data` over the ranks: each gets a first dimension of world size. Collective.
+
+        `sync_grads` lets gradients flow back to this rank's part. A process that is alone gets its data back unstacked.
+        """
+        return tree_map_only(torch.Tensor, lambda t: self.trainer._all_gather(t, sync_grads), data)
+
+    def freeze(self) -> None:
+        """Let no parameter require gradients, and go to eval mode."""
+        self.requires_grad_(False).eval()
+
+    def unfreeze(self) -> None:
+        """Let all parameters require gradients, and go to train mode."""
+        self.requires_grad_(True).train()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only, without tearing a progress bar."""
+        if self._trainer is None:
+            print(*args, **kwargs)
+        else:
+            self._trainer.print(*args, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters (of the first one)."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters (of the first floating-point one)."""
+        for tensor in self.parameters():
+            if tensor.is_floating_point():
+                return tensor.dtype
+        return torch.get_default_dtype()
+
+    current_epoch = property(lambda self: self._trainer.current_epoch if self._trainer is not None else 0)
+    global_step = property(lambda self: self._trainer.global_step if self._trainer is not None else 0)
+    global_rank = property(lambda self: self._trainer.global_rank if self._trainer is not None else 0)
+    local_rank = property(lambda self: self._trainer.local_rank if self._trainer is not None else 0)
+    logger = property(lambda self: self._trainer.logger if self._trainer is not None else None)
+    loggers = property(lambda self: self._trainer.loggers if self._trainer is not None else [])
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = "cpu",
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool = True,
+        **overrides: Any,
+    ) -> Any:
+        """Return a new module with the weights, and constructed with the hyper-parameters, of a checkpoint file.
+
+        Args:
+            checkpoint_path: the file.
+            map_location: where tensors go, as in `torch.load`.
+            hparams_file: a YAML or JSON-like file of hyper-parameters that replaces those in the checkpoint.
+            strict: refuse missing and unexpected keys; default the module's `strict_loading`.
+            weights_only: load only tensors and plain values (safe for files of strangers).
+            overrides: arguments of `__init__` that replace the saved ones.
+
+        Raises:
+            CheckpointError: when the file is missing, damaged or unsafe.
+            RuntimeError: when keys do not match and `strict` holds.
+        """
+        table = io.load(checkpoint_path, map_location=map_location, weights_only=weights_only)
+        saved = read_hparams(hparams_file) if hparams_file is not None else table.get(state.HPARAMS, {})
+        module = cls(**accepted_arguments(cls, {**saved, **overrides}))
+        module.on_load_checkpoint(table)
+        module.configure_model()
+        strict = module.strict_loading if strict is None else strict
+        module.load_state_dict(strip_prefixes(table["state_dict"], module.state_dict()), strict=strict)
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles never carry the trainer."""
+        return {k: v for k, v in self.__dict__.items() if k not in self._not_transferred}
+
+
+def move_to(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with its tensors (and other objects with a `to` method) on `device`; pinned memory copies in the background."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    return tree_map_only(object, lambda x: x.to(device, non_blocking=True) if _movable(x) else x, batch)
+
+
+def _movable(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) or (hasattr(x, "to") and callable(x.to) and not isinstance(x, torch.nn.Module))
+
+
+def accepted_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `values` that `cls.__init__` takes."""
+    parameters = inspect.signature(cls.__init__).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(values)
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+def read_hparams(path: str | Path) -> dict[str, Any]:
+    """Read `name: value` lines, as `hparams.yaml` of a run holds them.
+
+    Raises:
+        MisconfigurationException: when the file is not made of such lines and PyYAML is not installed.
+    """
+    try:
+        import yaml  # optional: only nested files need it
+    except ImportError:
+        raise MisconfigurationException(f"Reading {path} needs PyYAML: pip install pyyaml") from None
+    return dict(yaml.safe_load(Path(path).read_text()) or {})
+
+
+MODULE_HOOKS = frozenset(n for n in vars(ModuleHooks) if not n.startswith("_"))
+
+
+def check_module(module: TrainModule, known: frozenset[str] = MODULE_HOOKS) -> None:
+    """Refuse a module with a method `on_...` that is no hook.
+
+    Raises:
+        MisconfigurationException: naming the method and the nearest hook.
+    """
+    for klass in type(module).__mro__:
+        for name in vars(klass):
+            if name.startswith("on_") and name not in known and callable(getattr(klass, name)) and nearest(name, known):
+                raise MisconfigurationException(
+                    f"{type(module).__qualname__}.{name} is not a hook, so it would never be called.{nearest(name, known)}"
+                )

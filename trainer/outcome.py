@@ -1,0 +1,107 @@
+"""What a run in other processes gives back to the caller's objects: weights, metrics, and the state of callbacks and loggers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import torch
+
+from trainer.checkpoint import io, state
+from trainer.errors import CheckpointError
+
+__all__ = ["apply", "collect", "weights_table"]
+
+
+def collect(trainer: Any, job: Any, value: Any) -> dict[str, Any]:
+    """Return, on rank 0 after the run, everything that the caller's objects shall take over."""
+    return {
+        "value": value,
+        "results": trainer.results,
+        "weights": {key: tensor.detach().cpu() for key, tensor in job.module.state_dict().items() if isinstance(tensor, torch.Tensor)},
+        "module": _plain_attributes(job.module),
+        "datamodule": _plain_attributes(job.datamodule) if job.datamodule is not None else {},
+        "callbacks": [_picklable_attributes(callback) for callback in (*trainer.callbacks, *trainer.loggers)],
+    }
+
+
+def apply(trainer: Any, job: Any, outcome: dict[str, Any]) -> Any:
+    """Put what `collect` returned into the caller's objects; return the value of the run."""
+    trainer.results = outcome["results"]
+    _load_weights(job.module, outcome["weights"])
+    _take_over(job.module, outcome["module"])
+    if job.datamodule is not None:
+        _take_over(job.datamodule, outcome["datamodule"])
+    for callback, attributes in zip((*trainer.callbacks, *trainer.loggers), outcome["callbacks"], strict=True):
+        _take_over(callback, attributes)
+    return outcome["value"]
+
+
+def _load_weights(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copy the weights in; parameters stay the same objects, in the format that the run left them in."""
+    own = module.state_dict(keep_vars=True)
+    if not weights.keys() <= own.keys() and hasattr(module, "configure_model"):
+        module.configure_model()  # the layers that the ranks made in it
+        own = module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for key, tensor in weights.items():
+            mine = own.get(key)
+            if not isinstance(mine, torch.Tensor):
+                continue
+            if mine.shape == tensor.shape and mine.dtype == tensor.dtype:
+                mine.data.copy_(tensor)
+            else:
+                mine.data = tensor.to(mine.device)
+
+
+def _plain_attributes(owner: Any) -> dict[str, Any]:
+    """Attributes that are plain values or containers of them (counters, histories): not tensors, data sets or layers."""
+    found = {}
+    for name, value in vars(owner).items():
+        internal = name.startswith("_") or (isinstance(owner, torch.nn.Module) and name == "training")
+        if internal or isinstance(value, torch.Tensor):
+            continue
+        try:
+            io.check_plain(value)
+        except CheckpointError:
+            continue
+        found[name] = value
+    return found
+
+
+def _picklable_attributes(owner: Any) -> dict[str, Any]:
+    state = owner.__getstate__() if hasattr(owner, "__getstate__") else vars(owner)
+    found = {}
+    for name, value in (state if isinstance(state, dict) else vars(owner)).items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:  # a handle of the process that ends; whatever it raises, it stays there
+            continue
+        found[name] = value
+    return found
+
+
+def _take_over(owner: Any, attributes: dict[str, Any]) -> None:
+    """Set attributes; lists and dicts are filled in place, so that other names for them see the new content."""
+    for name, new in attributes.items():
+        old = vars(owner).get(name)
+        if type(old) is list and type(new) is list:
+            old[:] = new
+        elif type(old) is dict and type(new) is dict:
+            old.clear()
+            old.update(new)
+        else:
+            vars(owner)[name] = new
+
+
+def weights_table(trainer: Any) -> dict[str, Any]:
+    """Return the checkpoint of a trainer whose run is over: weights, counters and hyper-parameters."""
+    table = state.assemble(
+        module_state=trainer.model.state_dict(),
+        progress=trainer.results.progress,
+        hparams=trainer.model.hparams,
+        data_hparams=trainer.datamodule.hparams if trainer.datamodule is not None else {},
+        weights_only=True,
+    )
+    trainer.model.on_save_checkpoint(table)
+    return state.finish(table)

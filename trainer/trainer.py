@@ -1,0 +1,540 @@
+"""Trainer: settings in, results out. It chooses the process, makes a `Run` there, and hands it to a loop."""
+
+from __future__ import annotations
+
+import glob
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+import callbacks as callback_package
+from trainer import config, outcome
+from trainer.checkpoint import find, io
+from trainer.config import Settings
+from trainer.datamodule import DataModule
+from trainer.devices import resolve as resolve_devices
+from trainer.errors import CheckpointError, MisconfigurationException
+from trainer.face import Face
+from trainer.launchers import InProcessLauncher, Launcher, LocalLauncher, detect
+from trainer.loops import evaluate, fit, predict
+from trainer.loops.precheck import check_job
+from trainer.module import TrainModule
+from trainer.precision import Precision
+from trainer.results import Results
+from trainer.run import Run
+from trainer.seed import rng_state, set_rng_state
+from trainer.strategies import Strategy
+from trainer.world import World
+
+__all__ = ["Trainer"]
+
+_LOOPS = {"fit": fit.fit, "validate": evaluate.evaluate, "test": evaluate.evaluate, "predict": predict.predict}
+
+
+@dataclass
+class Job:
+    """One call of `fit`, `validate`, `test` or `predict`, as it travels to the processes that do it."""
+
+    fn: str
+    module: TrainModule
+    datamodule: DataModule | None
+    loaders: dict[str, Any]
+    ckpt_path: str | None
+    weights_only: bool = True
+    verbose: bool = True
+    return_predictions: bool = True
+    callbacks: list[Any] = field(default_factory=list)
+
+
+class Task:
+    """A job and its trainer, callable in the process of one rank."""
+
+    def __init__(self, trainer: Trainer, job: Job) -> None:
+        self.trainer, self.job = trainer, job
+        self.rng = rng_state(devices=False)  # rank 0 continues the caller's random streams
+
+    def __call__(self, world: World) -> dict[str, Any] | None:
+        if world.rank == 0:
+            set_rng_state(self.rng)
+        value = self.trainer._execute(world, self.job)
+        return outcome.collect(self.trainer, self.job, value) if world.rank == 0 else None
+
+
+class Trainer(Face):
+    """Trains, validates, tests and predicts with a TrainModule, on the devices and with the strategy that its arguments name.
+
+    All arguments are keyword-only, checked here, and mean what they mean in PyTorch Lightning 2.x unless said otherwise.
+
+    Args:
+        accelerator: "auto", "cpu", "gpu"/"cuda" or "mps".
+        devices: "auto", a number, a list of indices, "0,1", or -1 for all. On the CPU the number of processes.
+        num_nodes: machines; for more than one start the program with torchrun or srun on each.
+        strategy: "auto", "ddp", "ddp_find_unused_parameters_true", ..., or a Strategy object.
+        precision: "32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true", "64-true"; also 16, 32, 64, "bf16".
+        max_epochs, min_epochs, max_steps, min_steps: limits; -1 for none. Steps are optimizer steps. Without any, 1000 epochs.
+        max_time: a timedelta, a dict of its arguments, or "DD:HH:MM:SS"; training stops at the next boundary.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches (int) or a fraction (float).
+        overfit_batches: train (and validate) on so many batches, in order.
+        fast_dev_run: run n (True: 1) batches of everything, with no loggers and checkpoints.
+        val_check_interval: validate every so many optimizer steps (int) or at this fraction of an epoch (float).
+        check_val_every_n_epoch: validate in every n-th epoch only; None counts val_check_interval across epochs.
+        num_sanity_val_steps: validation batches tried ahead of step 1; -1 for all, 0 for none.
+        log_every_n_steps: publish step numbers every so many optimizer steps; 0 for never.
+        accumulate_grad_batches: batches of one optimizer step.
+        gradient_clip_val, gradient_clip_algorithm: clip gradients by total "norm" or each "value".
+        logger: True (TensorBoard under `runs/`), False, a logger or a list.
+        callbacks: a callback or a list.
+        default_root_dir: where everything is written; fixed now, so that a later chdir does not move it. Default: here.
+        enable_checkpointing, enable_progress_bar, enable_model_summary: whether to add the default callback of that kind.
+        deterministic: True, "warn" or False: torch.use_deterministic_algorithms during runs.
+        benchmark: torch.backends.cudnn.benchmark during runs.
+        inference_mode: evaluate under inference_mode (else no_grad).
+        use_distributed_sampler: False leaves samplers alone: each rank sees what its loader gives.
+        detect_anomaly: find the operation that made a NaN gradient (slow).
+        barebones: no logging, checkpoints, bars and checks: the loop alone.
+        plugins: a Precision object, or an object with save_checkpoint(table, path) and load_checkpoint(path).
+        sync_batchnorm: turn BatchNorm layers into SyncBatchNorm.
+        reload_dataloaders_every_n_epochs: ask for new loaders so often; 0 for never.
+        seed: the one seed of a run: model streams of each rank, data order, augmentation. None continues torch's.
+        resume: "auto", "last" or a path: the default of `fit(ckpt_path=)`.
+        launcher: "local", "torchrun", "slurm", a Launcher, or None to look who started this process; False does not look.
+        timeout: how long a rank waits for another in a collective (default: torch's).
+
+    Raises:
+        MisconfigurationException: for every argument that cannot work, saying what to change.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        strategy: str | Strategy = "auto",
+        precision: Any = "32-true",
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: Any = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        fast_dev_run: int | bool = False,
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        logger: Any = None,
+        callbacks: Any = None,
+        default_root_dir: Any = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        seed: int | None = None,
+        resume: str | None = None,
+        launcher: str | bool | Launcher | None = None,
+        timeout: timedelta | float | None = None,
+    ) -> None:
+        self._run: Run | None = None
+        self._module: TrainModule | None = None
+        self._datamodule: DataModule | None = None
+        self._world = World()
+        self.results = Results()
+        self._started_by = detect(launcher)
+        world = getattr(self._started_by, "world", None)
+        if world is not None:
+            self._world = world
+            if devices == "auto":
+                devices = world.local_world_size
+            num_nodes = world.num_nodes if num_nodes == 1 else num_nodes
+        found = resolve_devices(accelerator, devices)
+        processes = found.count * config.at_least("num_nodes", num_nodes, 1)
+        self.strategy = config.make_strategy(strategy, processes)
+        self._check_launch(found.count, num_nodes)
+        plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]
+        precision = next((p for p in plugins if isinstance(p, Precision)), precision)
+        self.precision_plugin = config.make_precision(precision, found.type)
+        self.checkpoint_io = next((p for p in plugins if hasattr(p, "save_checkpoint")), _PlainIO())
+        dev = config.at_least("fast_dev_run", int(fast_dev_run), 0)
+        quiet = bool(dev) or barebones
+        limits = {
+            "train": config.limit("limit_train_batches", limit_train_batches),
+            "validate": config.limit("limit_val_batches", limit_val_batches),
+            "test": config.limit("limit_test_batches", limit_test_batches),
+            "predict": config.limit("limit_predict_batches", limit_predict_batches),
+        }
+        if dev:
+            limits, max_steps, max_epochs, num_sanity_val_steps = dict.fromkeys(limits, dev), dev, 1, 0
+            log_every_n_steps, val_check_interval, check_val_every_n_epoch = 1, 1.0, 1
+        if overfit_batches:
+            overfit_batches = config.limit("overfit_batches", overfit_batches) or 1.0
+            limits["train"] = limits["validate"] = overfit_batches
+        default_epochs = max_epochs is None and max_time is None
+        if default_epochs:
+            max_epochs = 1000 if max_steps == -1 else -1
+        self.settings = Settings(
+            devices=found,
+            num_nodes=num_nodes,
+            max_epochs=config.at_least("max_epochs", max_epochs, 0, none=True, also=(-1,)),
+            max_epochs_is_default=default_epochs,
+            min_epochs=config.at_least("min_epochs", min_epochs, 0, none=True),
+            max_steps=config.at_least("max_steps", max_steps, 0, also=(-1,)),
+            min_steps=config.at_least("min_steps", min_steps, 0, none=True),
+            max_time=config.time_limit(max_time),
+            limits=limits,
+            overfit_batches=overfit_batches,
+            fast_dev_run=dev,
+            val_check_interval=config.val_interval(val_check_interval, check_val_every_n_epoch),
+            check_val_every_n_epoch=config.at_least("check_val_every_n_epoch", check_val_every_n_epoch, 1, none=True),
+            num_sanity_val_steps=0 if barebones else config.at_least("num_sanity_val_steps", _or(num_sanity_val_steps, 2), 0, also=(-1,)),
+            log_every_n_steps=0 if barebones else config.at_least("log_every_n_steps", _or(log_every_n_steps, 50), 0),
+            accumulate_grad_batches=config.at_least("accumulate_grad_batches", accumulate_grad_batches, 1),
+            gradient_clip_val=config.positive("gradient_clip_val", gradient_clip_val),
+            gradient_clip_algorithm=config.one_of("gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value")),
+            default_root_dir=config.root_dir(default_root_dir),
+            deterministic=config.one_of("deterministic", deterministic or False, (True, False, "warn")),
+            benchmark=benchmark,
+            inference_mode=inference_mode,
+            use_distributed_sampler=use_distributed_sampler,
+            detect_anomaly=detect_anomaly,
+            sync_batchnorm=sync_batchnorm,
+            reload_dataloaders_every_n_epochs=config.at_least(
+                "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0
+            ),
+            seed=config.at_least("seed", seed, 0, none=True),
+            resume=resume,
+            timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
+        )
+        self.loggers = [] if quiet else _make_loggers(logger)
+        self.callbacks = _make_callbacks(
+            callbacks,
+            checkpoint=not quiet and enable_checkpointing is not False,
+            bar=not barebones and enable_progress_bar is not False,
+            summary=not quiet and enable_model_summary is not False,
+            forbid_checkpoint=enable_checkpointing is False,
+        )
+
+    def _check_launch(self, devices: int, num_nodes: int) -> None:
+        """Find out now whether the processes that exist, or can be made, are those that are asked for."""
+        if self._started_by is not None:
+            self._started_by.check(devices, num_nodes)
+        elif num_nodes > 1:
+            raise MisconfigurationException(
+                f"num_nodes={num_nodes}: start the program on every node with torchrun (--nnodes={num_nodes}) or srun."
+            )
+
+    # -- the four functions ------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: TrainModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool = True,
+    ) -> None:
+        """Train `model`; afterwards it holds the trained weights. A further fit of this trainer goes on where this one ended.
+
+        Args:
+            model: the module.
+            train_dataloaders: a loader, any iterable of batches, or a list or dict of loaders; else the datamodule's or module's.
+            val_dataloaders: one or a list.
+            datamodule: gives the loaders that are not passed.
+            ckpt_path: resume from this file; "last" the newest of earlier runs, "best" the best of the run before, "auto" the newest
+                if there is one.
+            weights_only: load only tensors and plain values, which is safe for files of strangers.
+
+        Raises:
+            MisconfigurationException: before step 1, for what cannot work; the message says what to change.
+            CheckpointError: when a checkpoint cannot be read or written.
+        """
+        if isinstance(train_dataloaders, DataModule):
+            train_dataloaders, datamodule = None, train_dataloaders
+        loaders = {"train": train_dataloaders, "validate": val_dataloaders}
+        ckpt_path = self.settings.resume if ckpt_path is None else ckpt_path
+        job = self._job("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
+        if self._makes_processes():
+            self._launch(job)
+        else:
+            self._execute(self._world, job)
+
+    def validate(
+        self,
+        model: TrainModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        weights_only: bool = True,
+    ) -> list[dict[str, float]]:
+        """Validate, every sample exactly once; return one dict of metrics for each loader.
+
+        Arguments are those of `fit`; without a model it is the one of the run before, with `verbose` rank 0 prints the numbers.
+
+        Raises:
+            MisconfigurationException: without a model to validate, a `validation_step` or a loader.
+        """
+        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def test(
+        self,
+        model: TrainModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        weights_only: bool = True,
+    ) -> list[dict[str, float]]:
+        """Test, every sample exactly once; see `validate`.
+
+        Raises:
+            MisconfigurationException: without a model to test, a `test_step` or a loader.
+        """
+        return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def predict(
+        self,
+        model: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool = True,
+    ) -> list[Any] | None:
+        """Return what `predict_step` gives for every batch, in data set order, whatever the number of ranks.
+
+        With several loaders a list of such lists. `return_predictions=False` keeps nothing.
+
+        Raises:
+            MisconfigurationException: without a model or a loader.
+        """
+        job = self._job("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, weights_only=weights_only)
+        job.return_predictions = return_predictions is not False
+        return self._launch(job) if self._makes_processes() else self._execute(self._world, job)
+
+    def _evaluate(self, fn: str, model: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any, weights_only: bool) -> Any:
+        job = self._job(fn, model, datamodule, {fn: loaders}, ckpt_path, weights_only=weights_only)
+        found = self._launch(job) if self._makes_processes() else self._execute(self._world, job)
+        if verbose and self.is_global_zero:
+            for index, numbers in enumerate(found):
+                self.print(_table(fn, index if len(found) > 1 else None, numbers))
+        return found
+
+    # -- how a call becomes a run ------------------------------------------------------------------------------------------
+
+    def _job(self, fn: str, model: Any, datamodule: Any, loaders: dict[str, Any], ckpt_path: Any, **options: Any) -> Job:
+        for stage, given in loaders.items():
+            if isinstance(given, DataModule):
+                loaders[stage], datamodule = None, given
+        if model is None:
+            model = self._module
+            datamodule = datamodule or (None if any(v is not None for v in loaders.values()) else self._datamodule)
+        job = Job(fn, model, datamodule, loaders, None, **options)
+        check_job(job, self.settings, self.precision_plugin)
+        if self._run is not None:
+            raise MisconfigurationException(f"trainer.{fn} was called inside a run of the same Trainer; make another Trainer for it.")
+        self._module, self._datamodule = model, datamodule
+        job.ckpt_path = find.resolve(ckpt_path, self.checkpoint_callbacks, self._checkpoint_folders())
+        return job
+
+    def _checkpoint_folders(self) -> list[str]:
+        """Where earlier runs with these settings left checkpoints."""
+        folders = [os.path.join(self.default_root_dir, "checkpoints")]
+        folders += [os.path.abspath(c.dirpath) for c in self.checkpoint_callbacks if c.dirpath]
+        for logger in self.loggers:
+            root = os.path.join(logger.save_dir or self.default_root_dir, str(logger.name or ""))
+            folders += glob.glob(os.path.join(glob.escape(root), "*", "checkpoints"))
+        return list(dict.fromkeys(folders))
+
+    def _makes_processes(self) -> bool:
+        return self._started_by is None and self.strategy.distributed and self.settings.devices.count > 1
+
+    def _launch(self, job: Job) -> Any:
+        """Run the job in new processes of this machine, and take what comes back into the caller's objects."""
+        found = LocalLauncher(self.settings.devices.count).launch(Task(self, job))
+        return outcome.apply(self, job, found)
+
+    def _execute(self, world: World, job: Job) -> Any:
+        """Run the job in this process, as the rank that `world` says. Collective."""
+        self._world, self._module, self._datamodule = world, job.module, job.datamodule
+        self.results.fn, self.results.status, self.results.ckpt_path = job.fn, "running", job.ckpt_path
+        self.results.clear_metrics()
+        run = self._run = Run(self, world, job)
+        status = "failed"
+        try:
+            run.open()
+            value = _LOOPS[job.fn](run)
+            status = "finished"
+            return value
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+            run.fail(error)
+            raise
+        finally:
+            self.results.status = status
+            if job.fn == "fit":
+                self.results.position = run.position
+            try:
+                run.close(status)
+            finally:
+                self._run = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_run": None, "_started_by": None}
+
+    # -- what callbacks and modules may call ---------------------------------------------------------------------------------
+
+    def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False, storage_options: Any = None) -> None:
+        """Write a checkpoint from which a resume continues exactly here, whole or not at all. Collective.
+
+        Inside an accumulation window it is written at the coming step boundary. After a fit it holds weights, counters and
+        hyper-parameters.
+
+        Raises:
+            MisconfigurationException: before any run.
+            CheckpointError: when it cannot be written, or holds what cannot be loaded safely; naming the path or the key.
+        """
+        if self._run is not None:
+            self._run.save_checkpoint(path, weights_only)
+            return
+        if self._module is None:
+            raise MisconfigurationException("trainer.save_checkpoint: there is no model yet; fit, validate, test or predict first.")
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(outcome.weights_table(self), path)
+
+    def request_save(self, fulfil: Any) -> None:
+        """Ask that `fulfil(trainer)` be called at the coming boundary, after the step's numbers were published. Ask on all ranks."""
+        self._live("request_save").requests.append(fulfil)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object on every rank. Collective."""
+        return obj if self._run is None else self._run.dist.broadcast(obj, src)
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+        if self._run is not None:
+            self._run.dist.barrier()
+
+    def agree(self, flag: bool) -> bool:
+        """Return True on every rank when any rank says True. Collective."""
+        return flag if self._run is None else self._run.dist.agree(flag)
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Publish a callback's numbers: to the loggers on rank 0, and into `callback_metrics` and `logged_metrics`."""
+        run = self._live("log_metrics")
+        values = {name: torch.tensor(float(value)) for name, value in metrics.items()}
+        self.results.callback_metrics.update(values)
+        self.results.logged_metrics.update(values)
+        run.to_loggers(dict(metrics), "train", step)
+
+    def seed_everything(self, seed: int) -> None:
+        """Make `seed` the one seed of the run: model streams a rank, data order, augmentation. Before loaders are made."""
+        self._live("seed_everything").reseed(seed)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only, above a progress bar."""
+        if self.is_global_zero:
+            bar = self.progress_bar_callback if self._run is not None else None
+            (print if bar is None else bar.print)(*args, **kwargs)
+
+    def warn(self, message: str) -> None:
+        """Issue a warning on rank 0 only."""
+        if self.is_global_zero:
+            warnings.warn(message, stacklevel=2)
+
+    def init_module(self, empty_init: bool | None = None) -> Any:
+        """A context in which a module is constructed right away in its final number format."""
+        return self.precision_plugin.init_context()
+
+    def _live(self, name: str) -> Run:
+        if self._run is None:
+            raise MisconfigurationException(f"trainer.{name} works inside a run only.")
+        return self._run
+
+    # -- what TrainModule calls ------------------------------------------------------------------------------------------------
+
+    @property
+    def _step_optimizers(self) -> list[Any]:
+        return self._live("optimizers").step_optimizers
+
+    def _record(self, *args: Any) -> None:
+        self._live("log").recorder.add(*args)
+
+    def _manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self._live("manual_backward").manual_backward(loss, *args, **kwargs)
+
+    def _clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+        self._live("clip_gradients").clip_gradients(optimizer, value, algorithm)
+
+    def _all_gather(self, tensor: torch.Tensor, sync_grads: bool) -> torch.Tensor:
+        return self._live("all_gather").dist.all_gather(tensor, sync_grads)
+
+
+class _PlainIO:
+    """The default checkpoint I/O: one file, whole or not there."""
+
+    def save_checkpoint(self, table: dict[str, Any], path: Any) -> None:
+        io.save(table, path)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _make_loggers(logger: Any) -> list[Any]:
+    if logger is False:
+        return []
+    if logger is None or logger is True:
+        return [callback_package.TensorBoardLogger()]
+    found = list(logger) if isinstance(logger, (list, tuple)) else [logger]
+    for one in found:
+        if not isinstance(one, callback_package.Logger):
+            raise MisconfigurationException(f"logger must be True, False, a Logger or a list of them; got {type(one).__name__}.")
+    return found
+
+
+def _make_callbacks(given: Any, checkpoint: bool, bar: bool, summary: bool, forbid_checkpoint: bool) -> list[Any]:
+    """The user's callbacks, then the default ones that are missing; checkpoints last, so that they see what others did."""
+    found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for one in found:
+        if not isinstance(one, callback_package.Callback):
+            raise MisconfigurationException(f"callbacks must be Callback objects; got {type(one).__name__}. Did you pass the class?")
+        callback_package.callback.check_hook_names(type(one), callback_package.callback.HOOKS)
+    has = {attribute: any(hasattr(c, attribute) for c in found) for attribute in ("best_model_path", "get_metrics")}
+    if forbid_checkpoint and has["best_model_path"]:
+        raise MisconfigurationException("enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; drop one of the two.")
+    if bar and not has["get_metrics"]:
+        found.append(callback_package.TQDMProgressBar())
+    if summary and not any(isinstance(c, callback_package.ModelSummary) for c in found):
+        found.append(callback_package.ModelSummary())
+    if checkpoint and not has["best_model_path"]:
+        found.append(callback_package.ModelCheckpoint())
+    return sorted(found, key=lambda c: hasattr(c, "best_model_path"))
+
+
+def _table(fn: str, index: int | None, numbers: dict[str, float]) -> str:
+    title = fn if index is None else f"{fn}, loader {index}"
+    width = max([len(title), *map(len, numbers)], default=0)
+    lines = [f"{title:<{width}}", "-" * (width + 14)]
+    return "\n".join([*lines, *(f"{name:<{width}}  {value:>12.6g}" for name, value in numbers.items())])
