@@ -1,0 +1,1 @@
+"""Helpers that tests share: real ranks (`ranks`), leak detection (`leaks`) and the plain reference loop (`reference`)."""
