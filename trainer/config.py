@@ -57,7 +57,6 @@ class Settings:
     inference_mode: bool
     use_distributed_sampler: bool
     detect_anomaly: bool
-    sync_batchnorm: bool
     reload_dataloaders_every_n_epochs: int
     seed: int | None
     resume: str | None

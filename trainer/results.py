@@ -24,7 +24,6 @@ class Results:
     fn: str | None = None
     status: str = "initializing"
     ckpt_path: str | None = None
-    num_batches: dict[str, Any] = field(default_factory=dict)
 
     def add(self, published: Any) -> None:
         """Take in the numbers of one publish point."""

@@ -165,7 +165,9 @@ class Run:
                 failure = failure or error
         self._undo.clear()
         if failure is not None:
-            raise failure
+            if status == "finished":
+                raise failure
+            warnings.warn(f"Cleaning up failed as well: {failure!r}", stacklevel=2)  # the error of the run comes first
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -212,7 +214,8 @@ class Run:
         """Take this rank's random state and epoch sums; with another number of ranks, sums go to rank 0, streams are derived."""
         rank, size = self.world.rank, self.world.world_size
         if len(ranks) == size:
-            self.saved_rng, self.saved_sums = ranks[rank]["rng"], ranks[rank]["metrics"]
+            mine = ranks[rank]
+            self.saved_rng, self.saved_sums, self.position = mine["rng"], mine["metrics"], mine["data"]
         elif ranks:
             if rank == 0:
                 self.saved_rng = ranks[0]["rng"]
@@ -229,7 +232,7 @@ class Run:
     def checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
         """Return the table of a checkpoint of this moment. Collective."""
         self.strategy.sync_buffers()
-        ranks = [] if weights_only else self.dist.gather({"rng": rng_state(), "metrics": self.collector.state_dict()})
+        ranks = [] if weights_only else self.dist.gather(self._rank_state())
         table = state.assemble(
             module_state=self.strategy.state_dict(),
             progress=self.progress,
@@ -252,6 +255,10 @@ class Run:
             callback.on_save_checkpoint(self.trainer, self.module, table)
         self.module.on_save_checkpoint(table)
         return table
+
+    def _rank_state(self) -> dict[str, Any]:
+        """What differs from rank to rank: random streams, epoch sums, and the place in data that shard themselves."""
+        return {"rng": rng_state(), "metrics": self.collector.state_dict(), "data": self.position}
 
     def save_checkpoint(self, path: Any, weights_only: bool = False) -> None:
         """Write a checkpoint now where the state is whole, else at the coming boundary. Collective.
@@ -286,6 +293,8 @@ class Run:
             for fulfil in asked:
                 fulfil(self.trainer)
         self.done = self.limit_reached() is not None or (stop and self.may_stop())
+        if self.done and self.settings.log_every_n_steps:
+            self.publish_step()  # the last step of a fit is never lost
 
     def limit_reached(self) -> str | None:
         """Return which limit forbids another step ("max_steps" or "max_epochs"), or None."""

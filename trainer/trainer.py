@@ -5,22 +5,20 @@ from __future__ import annotations
 import glob
 import os
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 import callbacks as callback_package
-from trainer import config, outcome
+from trainer import config, launchers, outcome
 from trainer.checkpoint import find, io
 from trainer.config import Settings
 from trainer.datamodule import DataModule
 from trainer.devices import resolve as resolve_devices
 from trainer.errors import CheckpointError, MisconfigurationException
 from trainer.face import Face
-from trainer.launchers import InProcessLauncher, Launcher, LocalLauncher, detect
 from trainer.loops import evaluate, fit, predict
 from trainer.loops.precheck import check_job
 from trainer.module import TrainModule
@@ -48,7 +46,6 @@ class Job:
     weights_only: bool = True
     verbose: bool = True
     return_predictions: bool = True
-    callbacks: list[Any] = field(default_factory=list)
 
 
 class Task:
@@ -98,7 +95,6 @@ class Trainer(Face):
         detect_anomaly: find the operation that made a NaN gradient (slow).
         barebones: no logging, checkpoints, bars and checks: the loop alone.
         plugins: a Precision object, or an object with save_checkpoint(table, path) and load_checkpoint(path).
-        sync_batchnorm: turn BatchNorm layers into SyncBatchNorm.
         reload_dataloaders_every_n_epochs: ask for new loaders so often; 0 for never.
         seed: the one seed of a run: model streams of each rank, data order, augmentation. None continues torch's.
         resume: "auto", "last" or a path: the default of `fit(ckpt_path=)`.
@@ -148,11 +144,10 @@ class Trainer(Face):
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Any = None,
-        sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         seed: int | None = None,
         resume: str | None = None,
-        launcher: str | bool | Launcher | None = None,
+        launcher: Any = None,
         timeout: timedelta | float | None = None,
     ) -> None:
         self._run: Run | None = None
@@ -160,7 +155,7 @@ class Trainer(Face):
         self._datamodule: DataModule | None = None
         self._world = World()
         self.results = Results()
-        self._started_by = detect(launcher)
+        self._started_by = launchers.detect(launcher)
         world = getattr(self._started_by, "world", None)
         if world is not None:
             self._world = world
@@ -217,7 +212,6 @@ class Trainer(Face):
             inference_mode=inference_mode,
             use_distributed_sampler=use_distributed_sampler,
             detect_anomaly=detect_anomaly,
-            sync_batchnorm=sync_batchnorm,
             reload_dataloaders_every_n_epochs=config.at_least(
                 "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0
             ),
@@ -372,7 +366,11 @@ class Trainer(Face):
 
     def _launch(self, job: Job) -> Any:
         """Run the job in new processes of this machine, and take what comes back into the caller's objects."""
-        found = LocalLauncher(self.settings.devices.count).launch(Task(self, job))
+        try:
+            found = launchers.LocalLauncher(self.settings.devices.count).launch(Task(self, job))
+        except BaseException as error:
+            self.results.fn, self.results.status = job.fn, _status_of(error)
+            raise
         return outcome.apply(self, job, found)
 
     def _execute(self, world: World, job: Job) -> Any:
@@ -388,7 +386,7 @@ class Trainer(Face):
             status = "finished"
             return value
         except BaseException as error:
-            status = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+            status = _status_of(error)
             run.fail(error)
             raise
         finally:
@@ -496,6 +494,10 @@ class _PlainIO:
 
     def save_checkpoint(self, table: dict[str, Any], path: Any) -> None:
         io.save(table, path)
+
+
+def _status_of(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 
 
 def _or(value: Any, default: Any) -> Any:

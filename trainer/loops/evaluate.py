@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.errors import MisconfigurationException
-from trainer.loops.transfer import receive
+from trainer.loops.transfer import copy_ahead, receive
 from trainer.metrics import Collector, Published
 from trainer.seed import isolate_rng
 
@@ -134,7 +134,9 @@ def _loader(run: Any, stage: str, source: Any, index: int, several: bool, limit:
     word, hooks = _WORD[stage], run.hooks
     step = step_caller(getattr(run.module, _STEP[stage]), several, index)
     hears_start, hears_end = hooks.used(f"on_{word}_batch_start"), hooks.used(f"on_{word}_batch_end")
-    for i, batch in enumerate(source.epoch(run.progress.epoch if run.fn == "fit" else 0).batches()):
+    passing = source.epoch(run.progress.epoch if run.fn == "fit" else 0)
+    copy_ahead(run, passing)
+    for i, batch in enumerate(passing.batches()):
         if limit is not None and i >= limit:
             break
         batch = receive(run, batch, None, index)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from trainer.errors import DataError, MisconfigurationException
+from trainer.errors import DataError
 from trainer.loops.checks import check_gradients, check_monitors
 from trainer.loops.evaluate import sanity_check, validate, validation_due, validation_interval
-from trainer.loops.transfer import receive
+from trainer.loops.transfer import copy_ahead, receive
 from trainer.loops.window import Window, read_output
 
 
@@ -218,9 +218,10 @@ def begin(run: Any) -> bool:
         value = getattr(run.settings, limit)
         run.trainer.warn(f"Nothing to do: {limit}={value} is already reached. Raise it (trainer.{limit} = ...) to train on.")
         return False
+    if run.settings.limits["train"] == 0:
+        run.trainer.warn("Nothing to do: limit_train_batches=0 leaves no batch to train on.")
+        return False
     (source,) = run.loaders.sources("train")
-    if source.num_batches == 0 and run.settings.limits["train"] != 0:
-        raise MisconfigurationException("The training loader is empty: it gives no batch.")
     run.training_step = step_caller(run)
     run.validates = run.can_validate()
     run.val_every = validation_interval(run, source)
@@ -252,6 +253,7 @@ def begin_epoch(run: Any) -> Any:
         run.collector.reset()
     run.hooks.call("on_train_epoch_start")
     run.epoch_pass = source.epoch(p.epoch, run.position)
+    copy_ahead(run, run.epoch_pass)
     if run.saved_sums is not None:
         run.collector.load_state_dict(run.saved_sums, run.device)
         run.saved_sums = None
@@ -262,7 +264,7 @@ def begin_epoch(run: Any) -> Any:
 def end_epoch(run: Any) -> None:
     """Epoch hooks, epoch numbers, epoch schedulers, in this order: monitors and plateau schedulers read fresh numbers."""
     p = run.progress
-    if p.batch == 0 and not run.skip_epoch and run.settings.limits["train"] != 0:
+    if p.batch == 0 and not run.skip_epoch:
         raise DataError(f"The training loader gave no batch in epoch {p.epoch}. Can it be iterated only once?")
     run.whole = True
     run.hooks.call("on_train_epoch_end")

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from trainer.loops.evaluate import modes_kept, step_caller
-from trainer.loops.transfer import receive
+from trainer.loops.transfer import copy_ahead, receive
 
 __all__ = ["predict"]
 
@@ -39,7 +39,9 @@ def _loader(run: Any, source: Any, index: int, several: bool, keep: bool) -> lis
     hooks, outputs = run.hooks, []
     step = step_caller(run.module.predict_step, several, index)
     hears_start, hears_end = hooks.used("on_predict_batch_start"), hooks.used("on_predict_batch_end")
-    for i, batch in enumerate(source.epoch(0).batches()):
+    passing = source.epoch(0)
+    copy_ahead(run, passing)
+    for i, batch in enumerate(passing.batches()):
         batch = receive(run, batch, None, index)
         if hears_start:
             hooks.call("on_predict_batch_start", batch, i, index)
@@ -54,7 +56,8 @@ def _loader(run: Any, source: Any, index: int, several: bool, keep: bool) -> lis
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU copy, so that no accelerator memory is held and no batch is kept alive by a view of it."""
-    return tensor.detach().cpu().clone()
+    with torch.inference_mode(False):  # a tensor made in inference mode could never be trained on
+        return tensor.detach().cpu().clone()
 
 
 def _in_order(by_rank: list[list[Any]]) -> list[Any]:

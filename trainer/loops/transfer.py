@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from trainer.data import DevicePrefetcher
 from trainer.module import move_to
 
-__all__ = ["receive"]
+__all__ = ["copy_ahead", "receive"]
 
 
 def receive(run: Any, batch: Any, samples: int | None = None, loader: int = 0) -> Any:
@@ -19,8 +21,15 @@ def receive(run: Any, batch: Any, samples: int | None = None, loader: int = 0) -
         batch = owner.transfer_batch_to_device(batch, run.device, loader)
         batch = owner.on_after_batch_transfer(batch, loader)
     elif run.device.type != "cpu":
-        batch = move_to(batch, run.device)
+        batch = move_to(batch, run.device)  # costs nothing for what `copy_ahead` moved already
     run.recorder.batch, run.recorder.samples = batch, samples
     return batch
 
 
+
+
+def copy_ahead(run: Any, epoch: Any) -> None:
+    """On cuda, copy the next batch while the current one is computed on, unless a hook must see batches on the host first."""
+    hooked = run.data_transfers or run.module_transfers
+    if run.device.type == "cuda" and epoch.takes_ahead and not hooked:
+        epoch.ahead = lambda batches: iter(DevicePrefetcher(batches, partial(move_to, device=run.device), run.device))

@@ -1,0 +1,249 @@
+"""Processes of this machine, started by torchelastic from any program: a script without a guard, a notebook, a thread.
+
+What travels is a pickled task in a private folder, so the ranks never import the caller's main script, and its top-level code
+runs once. See `worker` for what a rank does, and `supervisor` for how ends are noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from trainer.errors import MisconfigurationException, SIGTERMException
+from trainer.launchers.base import Launcher, ProcessError
+from trainer.launchers.rendezvous import BACKEND
+from trainer.launchers.supervisor import Event, Supervisor, socket_path
+from trainer.launchers.transport import Report, dumps, loads
+from trainer.world import World
+
+__all__ = ["LocalLauncher"]
+
+T = TypeVar("T")
+_WORKER = Path(__file__).with_name("worker.py")
+_SIGNALS = ("SIGTERM", "SIGINT")  # passed on to the ranks; any other that ends the launcher ends them through their line
+_SOCKET_PATH_LIMIT = 100  # bytes; the systems' own limits are 104 and 108
+_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+class LocalLauncher(Launcher):
+    """Runs a task in `num_processes` new processes of this machine and returns rank 0's result.
+
+    The task is any callable that cloudpickle can send: functions and classes of the main script, lambdas, closures. The ranks
+    start in the caller's working directory with its import path and environment, and print where the caller prints. They share
+    the machine's cores: OMP_NUM_THREADS is set to cores / processes (at least 1) where it is unset, so that CPU training uses
+    the whole machine and no core twice; torchrun's value, 1, would leave the rest idle. All sockets are bound to loopback.
+    """
+
+    name = "local"
+
+    def __init__(self, num_processes: int) -> None:
+        if num_processes < 1:
+            raise MisconfigurationException(f"the local launcher needs at least 1 process, got {num_processes}.")
+        self.num_processes = num_processes
+
+    def check(self, processes_per_node: int | None = None, num_nodes: int | None = None) -> None:
+        """The processes are ours to make, on this one machine (see `Launcher.check`)."""
+        if num_nodes not in (None, 1):
+            raise MisconfigurationException(
+                f"num_nodes={num_nodes} needs a launcher on every node: start the program with torchrun or srun."
+            )
+        if processes_per_node not in (None, self.num_processes):
+            raise MisconfigurationException(f"devices={processes_per_node} differs from the launcher's {self.num_processes} processes.")
+
+    def launch(self, task: Callable[[World], T]) -> T:
+        """Call `task(world)` in each new process; return rank 0's result once all have ended.
+
+        However this ends, no process, no file and no signal handler of it is left.
+
+        Raises:
+            the exception of the rank that failed first, of its own type, with the rank and its traceback as a note (as the
+                cause on Python 3.10); a RuntimeError carrying its text where it cannot be pickled. The other ranks end within
+                about three seconds.
+            ProcessError: a rank was killed or left without a word.
+            KeyboardInterrupt, SIGTERMException: this process got the signal; the ranks got it as well and have ended.
+            MisconfigurationException: the task cannot be pickled.
+        """
+        try:
+            payload = dumps(task)
+        except Exception as error:
+            raise MisconfigurationException(
+                f"the task cannot be sent to the ranks: {error}. Make open files, locks and handles in `setup` or another hook "
+                "of the run, or drop them in `__getstate__`."
+            ) from error
+        try:
+            with _private_folder() as folder, _ParentState():
+                _write_start(folder, payload, self.num_processes)
+                failure = self._run(folder)
+                if failure is None:
+                    return _result(folder)
+        except SignalException as error:  # torchelastic's; its ranks have got the signal and ended
+            failure = _stopped_by(error.sigval)
+        raise failure from None
+
+    def _run(self, folder: str) -> BaseException | None:
+        """Start the ranks and wait for all to end; return the exception to raise, if any."""
+        exits: dict[int, int] = {}
+        with Supervisor(folder, self.num_processes) as supervisor:
+            try:
+                elastic_launch(self._config(folder), sys.executable)(str(_WORKER), folder)
+            except ChildFailedError as error:
+                exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        chosen = _first_failure(supervisor.events, supervisor.killed, exits)
+        return None if chosen is None else _exception(folder, chosen, supervisor.events, exits)
+
+    def _config(self, folder: str) -> LaunchConfig:
+        wanted: dict[str, Any] = {
+            "min_nodes": 1,
+            "max_nodes": 1,
+            "nproc_per_node": self.num_processes,
+            "run_id": uuid.uuid4().hex,
+            "rdzv_backend": BACKEND,
+            "local_addr": "127.0.0.1",
+            "max_restarts": 0,
+            "monitor_interval": 0.05,
+            "logs_specs": DefaultLogsSpecs(log_dir=os.path.join(folder, "elastic")),
+            # A signal that the caller ignores (nohup, a shell's background job) stays ignored.
+            "signals_to_handle": ",".join(s for s in _SIGNALS if signal.getsignal(getattr(signal, s)) != signal.SIG_IGN),
+        }
+        known = {field.name for field in dataclasses.fields(LaunchConfig)}  # signals_to_handle is younger than torch 2.9
+        return LaunchConfig(**{name: value for name, value in wanted.items() if name in known})
+
+
+def _result(folder: str) -> Any:
+    try:
+        data = Path(folder, "result").read_bytes()
+    except FileNotFoundError:
+        raise ProcessError("rank 0 left without a result (exit code 0): did the task call os._exit?") from None
+    return loads(data)
+
+
+def _stopped_by(number: signal.Signals) -> BaseException:
+    if number == signal.SIGINT:
+        return KeyboardInterrupt()
+    return SIGTERMException() if number == signal.SIGTERM else SystemExit(128 + number)
+
+
+def _first_failure(events: list[Event], killed: set[int], exits: dict[int, int]) -> Event | None:
+    """Choose the failure to tell: the first that is not the consequence of another."""
+    for event in events:
+        consequence = event.rank in killed or (exits.get(event.rank) == -signal.SIGTERM and event is not events[0])
+        if event.kind != "victim" and not (event.kind == "died" and consequence):
+            return event
+    if events:
+        return events[0]
+    return Event(min(exits), "died") if exits else None
+
+
+def _exception(folder: str, event: Event, events: list[Event], exits: dict[int, int]) -> BaseException:
+    if event.kind == "died":
+        return ProcessError(_death(event.rank, exits.get(event.rank, 0)))
+    report: Report = loads(Path(folder, f"report.{event.rank}").read_bytes())
+    others = []
+    for other in events:
+        path = Path(folder, f"report.{other.rank}")
+        if other is not event and path.exists():
+            others.append(f"rank {other.rank}: {loads(path.read_bytes()).summary}")
+    return report.exception(others)
+
+
+def _death(rank: int, code: int) -> str:
+    if code >= 0:
+        return f"rank {rank} left without a result (exit code {code}); what it printed last says why."
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
+    hint = " The system may have run out of memory." if -code == signal.SIGKILL else ""
+    return f"rank {rank} was killed by signal {-code} ({name}).{hint}"
+
+
+def _write_start(folder: str, payload: bytes, num_processes: int) -> None:
+    """Store what the ranks need before and after they can load torch."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    start = {
+        "path": [entry for entry in sys.path if isinstance(entry, str)],
+        "argv": sys.argv,
+        "environment": {
+            "OMP_NUM_THREADS": str(max(1, cores // num_processes)),
+            "GLOO_SOCKET_IFNAME": loopback,
+            "NCCL_SOCKET_IFNAME": loopback,
+        },
+    }
+    Path(folder, "start.json").write_text(json.dumps(start), encoding="utf-8")
+    Path(folder, "task").write_bytes(payload)
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[str]:
+    """A folder that only this user can read, and that is gone afterwards."""
+    folder = tempfile.mkdtemp(prefix="trainer-")
+    if len(os.fsencode(socket_path(folder))) > _SOCKET_PATH_LIMIT:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="trainer-", dir="/tmp")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _ParentState:
+    """What torchelastic changes in this process, put back: signal handlers and a variable; and its loggers, silent meanwhile.
+
+    They warn of each rank that is stopped, and report events as they happen; the exception that is raised says what matters.
+
+    Launches from several threads may overlap: the first saves what they share, and the last puts it back.
+    """
+
+    _lock = threading.Lock()
+    _users = 0
+    _variable: str | None = None
+    _silenced: ClassVar[list[logging.Logger]] = []
+
+    def __enter__(self) -> None:
+        sys.stdout.flush()  # the ranks write to the same streams
+        sys.stderr.flush()
+        cls = _ParentState
+        with cls._lock:
+            if cls._users == 0:
+                cls._variable = os.environ.get(_SIGNALS_VARIABLE)
+                cls._silenced = [logger for logger in _elastic_loggers() if not logger.disabled]
+                for logger in cls._silenced:
+                    logger.disabled = True
+            cls._users += 1
+        signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+        on_main = threading.current_thread() is threading.main_thread()  # elsewhere torchelastic installs no handlers
+        self._handlers = {number: signal.getsignal(number) for number in signals} if on_main else {}
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._handlers.items():
+            if handler is not None:  # None: it was not installed from Python and cannot be put back
+                signal.signal(number, handler)
+        cls = _ParentState
+        with cls._lock:
+            cls._users -= 1
+            if cls._users == 0:
+                for logger in cls._silenced:
+                    logger.disabled = False
+                os.environ.pop(_SIGNALS_VARIABLE, None)
+                if cls._variable is not None:
+                    os.environ[_SIGNALS_VARIABLE] = cls._variable
+
+
+def _elastic_loggers() -> list[logging.Logger]:
+    """torchelastic's loggers; some have a level of their own, so silencing their parent would not do."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    return [logging.getLogger(name) for name in (*names, "torchelastic-events-null")]

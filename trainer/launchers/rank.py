@@ -1,0 +1,33 @@
+"""The life of one local rank: load the task, run it, hand back its result or its exception."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from trainer.launchers.environment import TorchrunLauncher
+from trainer.launchers.supervisor import Line
+from trainer.launchers.transport import Report, dumps, loads, write_whole
+
+__all__ = ["main"]
+
+
+def main(folder: str, line: Line) -> None:
+    """Run the task stored in `folder`; leave the result (rank 0) or a report of the exception there.
+
+    Nothing is printed about an exception: the launching process raises it, once.
+    """
+    rank = int(os.environ["RANK"])
+    try:
+        with open(os.path.join(folder, "task"), "rb") as file:
+            task = loads(file.read())
+        result = task(TorchrunLauncher().world)
+        if rank == 0:
+            write_whole(os.path.join(folder, "result"), dumps(result))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: they belong to the caller
+        report = Report.of(rank, error)
+        write_whole(os.path.join(folder, f"report.{rank}"), dumps(report))
+        sys.stdout.flush()
+        line.failed(report.kind)
+        sys.exit(1)
+    line.done()
