@@ -1,0 +1,378 @@
+"""ModelCheckpoint: when to save, under which name, and which files to keep. The bytes are the trainer's business."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from callbacks.checkpoint_files import absolute, fill_name, point, remove, why_unwritable
+from callbacks.checkpoint_triggers import SaveTriggers
+from callbacks.errors import CheckpointError, MisconfigurationException, nearest
+from callbacks.loggers.plain import to_yaml
+from callbacks.monitor import check_mode, missing_monitor, rank_of
+
+__all__ = ["ModelCheckpoint"]
+
+_RANKING = ("best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
+
+
+class ModelCheckpoint(SaveTriggers):
+    """Save checkpoints during fit and keep the best, the newest, or all of them.
+
+    The hooks only ask for a save; it happens at the boundary between two optimizer steps, after that step's numbers (also
+    those of a validation at that step) were published. So a file's score, weights and counters belong to the same step.
+
+    Args:
+        dirpath: Folder of the files. Default: "<log_dir>/checkpoints", without a logger "<default_root_dir>/checkpoints".
+        filename: Name with metric fields, as in "{epoch}-{val_loss:.2f}"; default "{epoch}-{step}", written "epoch=0-step=2".
+            A "/" in a metric's name becomes "_"; one in `filename` itself makes a sub-folder.
+        monitor: Metric that ranks the files. None keeps the newest. NaN ranks behind every number and is never best.
+        verbose: Print a line for each save.
+        save_last: True keeps a full copy of the newest state as "last.ckpt". "link" makes "last.ckpt" a relative symbolic link to
+            the newest file; a state that is not among the best is then saved too, and removed when a newer one is there.
+        save_top_k: How many files to keep; -1 all, 0 none. Without `monitor` only -1, 0 and 1 make sense.
+        save_on_exception: Save when fit ends by an exception. One process only: with several, the other ranks may be
+            anywhere, and a save needs all of them; a warning says so and nothing is saved.
+        save_weights_only: Leave out optimizer, scheduler, callback and loop state. Such a file cannot be resumed from.
+        mode: "min" or "max", whichever is better for `monitor`.
+        auto_insert_metric_name: Write fields as "name=value" instead of "value".
+        every_n_train_steps: Save each n optimizer steps. Excludes the next two; 0 turns it off.
+        train_time_interval: Save when this much time has passed since the last such save, at the end of a step.
+        every_n_epochs: Save each n epochs (default 1 when no other trigger is given).
+        save_on_train_epoch_end: True: epoch saves are asked for at the end of training epochs; False: at the end of
+            validation; None: at the end of validation when there is one.
+        enable_version_counter: Append "-v1", "-v2", ... rather than overwrite a file that this run does not own. `last` is
+            always overwritten: it is the newest save of the newest run.
+
+    Raises:
+        MisconfigurationException: arguments that cannot work together, and in `setup` a folder that cannot be written.
+    """
+
+    FILE_EXTENSION = ".ckpt"
+    CHECKPOINT_NAME_LAST = "last"
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
+    STARTING_VERSION = 1
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | str | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        super().__init__(every_n_train_steps, train_time_interval, every_n_epochs, save_on_train_epoch_end)
+        self.dirpath = None if dirpath is None else absolute(dirpath)
+        self.filename = filename
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.mode = mode
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.enable_version_counter = enable_version_counter
+        self._check_arguments()
+
+        self.best_model_path = ""
+        self.best_model_score: torch.Tensor | None = None
+        self.best_k_models: dict[str, torch.Tensor] = {}
+        self.kth_best_model_path = ""
+        self.kth_value = torch.tensor(float("inf") if mode == "min" else -float("inf"))
+        self.current_score: torch.Tensor | None = None
+        self.last_model_path = ""
+        self._link_only_path = ""  # a file that only the link `last` keeps alive
+
+        self._last_global_step_saved = -1
+        self._warned: set[str] = set()
+
+    def _check_arguments(self) -> None:
+        check_mode("ModelCheckpoint", self.mode)
+        if self.save_top_k < -1:
+            raise MisconfigurationException(f"ModelCheckpoint(save_top_k={self.save_top_k}): expected -1 (all), 0 (none) or more.")
+        if self.monitor is None and self.save_top_k not in (-1, 0, 1):
+            raise MisconfigurationException(
+                f"ModelCheckpoint(save_top_k={self.save_top_k}, monitor=None): ranking needs a metric. Give `monitor`, or keep the newest"
+                " (save_top_k=1), all (-1) or none (0)."
+            )
+        if self.save_last not in (None, True, False, "link"):
+            raise MisconfigurationException(f"ModelCheckpoint(save_last={self.save_last!r}): expected True, False, None or 'link'.")
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self._every_n_train_steps,
+            every_n_epochs=self._every_n_epochs,
+            train_time_interval=self.train_time_interval,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "monitor": self.monitor,
+            "best_model_score": self.best_model_score,
+            "best_model_path": self.best_model_path,
+            "current_score": self.current_score,
+            "dirpath": self.dirpath,
+            "best_k_models": dict(self.best_k_models),
+            "kth_best_model_path": self.kth_best_model_path,
+            "kth_value": self.kth_value,
+            "last_model_path": self.last_model_path,
+            "link_only_path": self._link_only_path,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the ranking of the run that is resumed; files in another folder stay where they are, unranked and untouched."""
+        self.best_model_path = state_dict.get("best_model_path", "")
+        then = state_dict.get("dirpath")
+        if self.dirpath is not None and then is not None and absolute(then) != self.dirpath:
+            warnings.warn(
+                f"ModelCheckpoint: dirpath was {then!r} and is now {self.dirpath!r}. Of the earlier run only best_model_path is taken"
+                " over; its files are neither ranked nor deleted.",
+                stacklevel=2,
+            )
+            return
+        for name in _RANKING:
+            if name in state_dict:
+                setattr(self, name, state_dict[name])
+        self.best_k_models = dict(self.best_k_models)
+        self._link_only_path = state_dict.get("link_only_path", "")
+
+    # -- hooks, besides those of the triggers ------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Settle the folder and try it. Collective.
+
+        Raises:
+            MisconfigurationException: the folder cannot be made or written; the message names it.
+        """
+        if stage != "fit":
+            return
+        if self.dirpath is None:
+            self.dirpath = os.path.join(absolute(trainer.log_dir or trainer.default_root_dir), "checkpoints")
+        self._last_global_step_saved = -1
+        if trainer.fast_dev_run:
+            return
+        trouble = trainer.broadcast(why_unwritable(self.dirpath) if trainer.is_global_zero else None)
+        if trouble:
+            raise MisconfigurationException(f"ModelCheckpoint(dirpath={self.dirpath!r}): cannot write there: {trouble}")
+        fresh = trainer.is_global_zero and self.save_top_k and not trainer.ckpt_path
+        if fresh and os.path.isdir(self.dirpath) and os.listdir(self.dirpath):
+            warnings.warn(f"ModelCheckpoint: {self.dirpath} is not empty; its files are kept.", stacklevel=2)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        step = trainer.global_step
+        if not self.save_on_exception or self._skip(trainer) or step in (0, self._last_global_step_saved):
+            return
+        if trainer.world_size > 1:
+            warnings.warn("ModelCheckpoint(save_on_exception=True): not saved, a save needs all ranks.", stacklevel=2)
+            return
+        self._asked_epoch = trainer.current_epoch
+        try:
+            path = self._free_path(trainer, self._candidates(trainer), own=set())
+            trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+            self._last_global_step_saved = step
+        except Exception as error:  # the exception that ended the run must stay the one that is seen
+            warnings.warn(f"ModelCheckpoint(save_on_exception=True): not saved: {error}", stacklevel=2)
+
+    # -- the save itself, at the boundary, on all ranks -------------------------------------------------------------------
+
+    def _save(self, trainer: Any) -> None:
+        """Save what is due now, then move the pointer and prune. Collective.
+
+        Raises:
+            MisconfigurationException: `monitor` is not among the logged metrics though an epoch (and a validation) is over.
+        """
+        if trainer.global_step == self._last_global_step_saved:
+            return
+        values = self._candidates(trainer)
+        score = self._score(values)
+        keep = self._wanted(score)
+        if not keep and not self.save_last:
+            return
+        self._write(trainer, values, score, keep)
+        self._last_global_step_saved = trainer.global_step
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)
+
+    def _write(self, trainer: Any, values: dict[str, Any], score: torch.Tensor | None, keep: bool) -> None:
+        """New file first, then the link, then old files go, then the full copy: a crash at any point leaves a whole newest file."""
+        link = self.save_last == "link"
+        stale = self._displaced(keep) if keep or link else set()
+        path = self._free_path(trainer, values, own=stale) if keep or link else ""
+        books = dict(self.__dict__)
+        stale |= self._name_last(values)
+        if path:
+            self._enter(path, score, keep, stale)
+            try:
+                trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+            except BaseException:
+                self.__dict__.update(books)  # they must not name a file that was not written
+                raise
+        if link:
+            self._move_link(trainer, path)
+        if trainer.is_global_zero:
+            for old in sorted(stale - {path, self.last_model_path}):
+                if self._may_delete(trainer, old):
+                    remove(old)
+        if self.save_last and not link:
+            trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
+        if self.verbose:
+            saved = path or self.last_model_path
+            trainer.print(f"Epoch {self._asked_epoch}, step {trainer.global_step}: {self._story(score, keep)} {saved}")
+
+    def _move_link(self, trainer: Any, path: str) -> None:
+        """Let `last` point to `path`. Collective: what goes wrong on rank 0 is raised on all."""
+        problem = None
+        if trainer.is_global_zero:
+            try:
+                point(self.last_model_path, path)
+            except CheckpointError as error:
+                problem = error
+        problem = trainer.broadcast(problem)
+        if problem is not None:
+            raise problem
+
+    def _story(self, score: torch.Tensor | None, keep: bool) -> str:
+        if score is None:
+            return "saved"
+        place = f"among the best {self.save_top_k}" if self.save_top_k > 0 else "kept"
+        return f"{self.monitor} = {float(score):.5f} ({place if keep else 'not ' + place}; best {self.best_model_score}), saved"
+
+    def _candidates(self, trainer: Any) -> dict[str, Any]:
+        return {**trainer.callback_metrics, "epoch": self._asked_epoch, "step": trainer.global_step}
+
+    def _score(self, values: dict[str, Any]) -> torch.Tensor | None:
+        if self.monitor is None:
+            return None
+        if self.monitor in values:
+            self.current_score = torch.as_tensor(values[self.monitor]).detach().clone()
+            return self.current_score
+        error = missing_monitor("ModelCheckpoint", self.monitor, set(values) - {"epoch", "step"}, "Call self.log() with this name.")
+        if self._epoch_end_step >= 0 and (self._validated or not self._awaits_validation):
+            raise error
+        self._warn_once(f"{error} Nothing is ranked until it appears.")
+        return None
+
+    def _wanted(self, score: torch.Tensor | None) -> bool:
+        if self.save_top_k == 0 or (self.monitor is not None and score is None):
+            return False
+        return self.monitor is None or self.check_monitor_top_k(None, score)
+
+    def check_monitor_top_k(self, trainer: Any, current: torch.Tensor | float | None = None) -> bool:
+        """Return whether a checkpoint scored `current` would be among the kept ones. Ties do not displace; NaN displaces nothing."""
+        if current is None or self.save_top_k == 0:
+            return False
+        if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
+            return True
+        return rank_of(current, self.mode) < self._rank(self._ranked()[self.save_top_k - 1])
+
+    def _rank(self, path: str) -> tuple[bool, float]:
+        return rank_of(self.best_k_models[path], self.mode)
+
+    def _ranked(self) -> list[str]:
+        """The ranked files, best first; of equally good ones the oldest comes last, so it is the first to go."""
+        return sorted(reversed(list(self.best_k_models)), key=self._rank)
+
+    def _displaced(self, keep: bool) -> set[str]:
+        """The files of ours that the coming one makes superfluous."""
+        gone = {self._link_only_path} - {""}
+        if not keep:
+            return gone
+        if self.monitor is None and self.save_top_k == 1:
+            gone.add(self.best_model_path)
+        elif self.monitor is not None and self.save_top_k > 0:
+            gone.update(self._ranked()[self.save_top_k - 1 :])
+        return gone - {""}
+
+    def _enter(self, path: str, score: torch.Tensor | None, keep: bool, stale: set[str]) -> None:
+        """Write the coming file into the books, before it is saved: the state inside the file then counts the file itself."""
+        self._link_only_path = "" if keep else path
+        if not keep:
+            return
+        if self.monitor is None:
+            self.best_model_path = path
+            return
+        kept = {old: value for old, value in self.best_k_models.items() if old not in stale and old != path}
+        self.best_k_models = {**kept, path: score}
+        self.kth_best_model_path = self._ranked()[-1]
+        self.kth_value = self.best_k_models[self.kth_best_model_path]
+        best = min(self.best_k_models, key=self._rank)
+        best_is_nan = self._rank(best)[0]
+        self.best_model_path = "" if best_is_nan else best
+        self.best_model_score = None if best_is_nan else self.best_k_models[best]
+
+    def _name_last(self, values: dict[str, Any]) -> set[str]:
+        """Settle the path of `last`; return its former path if that changes."""
+        if not self.save_last:
+            return set()
+        former = self.last_model_path
+        name = self._fill(self.CHECKPOINT_NAME_LAST, values)
+        self.last_model_path = os.path.join(str(self.dirpath), name + self.FILE_EXTENSION)
+        return {former} - {"", self.last_model_path}
+
+    def _free_path(self, trainer: Any, values: dict[str, Any], own: set[str]) -> str:
+        """Return a path that overwrites nothing but files in `own`. Collective: rank 0 looks, all get its answer."""
+        path = self.format_checkpoint_name(values)
+        if not self.enable_version_counter:
+            return path
+        if trainer.is_global_zero:
+            version = self.STARTING_VERSION
+            while path not in own and os.path.lexists(path):
+                path = self.format_checkpoint_name(values, ver=version)
+                version += 1
+        return trainer.broadcast(path)
+
+    def _may_delete(self, trainer: Any, path: str) -> bool:
+        """Only files in our folder, and never the one this run was resumed from."""
+        inside = os.path.commonpath([absolute(os.path.dirname(path)), str(self.dirpath)]) == self.dirpath
+        return inside and not (trainer.ckpt_path and absolute(trainer.ckpt_path) == absolute(path))
+
+    # -- names -----------------------------------------------------------------------------------------------------------
+
+    def format_checkpoint_name(
+        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
+    ) -> str:
+        """Return the path for `metrics` (with "epoch" and "step"); `ver` appends "-v<ver>"."""
+        template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        parts = [prefix, self._fill(template, metrics), None if ver is None else f"v{ver}"]
+        name = self.CHECKPOINT_JOIN_CHAR.join(part for part in parts if part) + self.FILE_EXTENSION
+        return os.path.join(self.dirpath, name) if self.dirpath else name
+
+    def _fill(self, template: str, values: dict[str, Any]) -> str:
+        def absent(name: str) -> int:
+            self._warn_once(f"ModelCheckpoint: no metric {name!r} for the file name {template!r}, 0 is written.{nearest(name, values)}")
+            return 0
+
+        return fill_name(template, values, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR, absent)
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=2)
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Write `best_k_models` (path: score) as YAML, by default to "<dirpath>/best_k_models.yaml"."""
+        target = os.fspath(filepath) if filepath is not None else os.path.join(str(self.dirpath), "best_k_models.yaml")
+        with open(target, "w", encoding="utf-8") as file:
+            file.write(to_yaml({path: float(score) for path, score in self.best_k_models.items()}))

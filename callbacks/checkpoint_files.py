@@ -1,0 +1,84 @@
+"""The file-system side of ModelCheckpoint: folders, names, links, removal. All functions act on one process only."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from callbacks.errors import CheckpointError
+
+_FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return `path` with "~" and links resolved, so that two spellings of one folder compare equal."""
+    return os.path.realpath(os.path.expanduser(os.fspath(path)))
+
+
+def why_unwritable(folder: str) -> str | None:
+    """Return why no file can be made in `folder`, or None. Tries it in the nearest folder that exists and leaves nothing behind."""
+    nearest = folder
+    while not os.path.lexists(nearest):
+        nearest = os.path.dirname(nearest)
+    if not os.path.isdir(nearest):
+        return f"{nearest!r} is not a folder"
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            return None
+    except OSError as error:
+        return f"{nearest!r}: {error.strerror or error}"
+
+
+def fill_name(template: str, values: Mapping[str, Any], label: bool, equals: str, missing: Callable[[str], Any]) -> str:
+    """Replace each "{metric:spec}" of `template`, with the metric's name in front where `label` is set.
+
+    A "/" of a metric's name becomes "_": a metric must not be able to choose the folder.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name, spec = match[1], match[2] or ""
+        value = values[name] if name in values else missing(name)
+        text = format(value.item() if hasattr(value, "item") else value, spec)
+        return f"{name.replace('/', '_')}{equals}{text}" if label else text
+
+    return _FIELD.sub(fill, template)
+
+
+def remove(path: str) -> None:
+    """Delete a checkpoint, file or folder. One that is gone already is fine; one that cannot go is a warning, the new save stands."""
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        warnings.warn(f"ModelCheckpoint: {path} could not be deleted: {error}", stacklevel=2)
+
+
+def point(link: str, target: str) -> None:
+    """Make `link` a relative symbolic link to `target`, in one step: at no time is there no `link`.
+
+    Raises:
+        CheckpointError: the file system has no symbolic links; the message names the path and what to do.
+    """
+    folder, name = os.path.split(link)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        os.symlink(os.path.relpath(target, folder), temporary)
+        if os.path.isdir(link) and not os.path.islink(link):  # a full copy that was saved as a folder
+            shutil.rmtree(link)
+        os.replace(temporary, link)
+    except OSError as error:
+        if os.path.lexists(temporary):
+            os.remove(temporary)
+        raise CheckpointError(
+            f"{link}: cannot be made a symbolic link to {target} ({error}). Use save_last=True for a full copy."
+        ) from error
