@@ -68,8 +68,8 @@ class LearningRateMonitor(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if self.logging_interval == "epoch":
             return
-        step = trainer.global_step + 1  # the step that this batch belongs to
-        if step == self._logged_step or (step % trainer.log_every_n_steps and not trainer.is_last_batch):
+        step, every = trainer.global_step + 1, trainer.log_every_n_steps  # the step that this batch belongs to; 0: never
+        if not every or step == self._logged_step or (step % every and not trainer.is_last_batch):
             return
         self._logged_step = step
         self._log(trainer, step, "step" if self.logging_interval is None else "any")

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.leaks import MARK, Snapshot
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = uuid.uuid4().hex
+    torch.set_num_threads(1)  # tiny tensors: a second thread only waits, for milliseconds where cores are busy
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -17,6 +19,8 @@ from trainer.precision.plugins import canonical
 from trainer.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 __all__ = ["Settings", "make_precision", "make_strategy"]
+
+P = ParamSpec("P")
 
 _STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single_device": SingleDeviceStrategy,
@@ -137,6 +141,17 @@ def at_least(name: str, value: Any, low: int, *, none: bool = False, also: Itera
     return value
 
 
+def seed(value: Any) -> int | None:
+    """Return a seed in [0, 2**32), or None.
+
+    Raises:
+        MisconfigurationException: for anything else.
+    """
+    if at_least("seed", value, 0, none=True) is not None and value >= 2**32:
+        raise MisconfigurationException(f"seed={value!r} must be less than 2**32.")
+    return value
+
+
 def positive(name: str, value: Any) -> float | None:
     """Return a number >= 0, or None.
 
@@ -186,17 +201,72 @@ def time_limit(value: Any) -> timedelta | None:
     if value is None or isinstance(value, timedelta):
         return value
     if isinstance(value, Mapping):
-        return timedelta(**value)
-    parts = str(value).split(":")
-    if len(parts) != 4 or not all(part.isdigit() for part in parts):
-        raise MisconfigurationException(f"max_time={value!r} must be a timedelta, a dict of its arguments, or 'DD:HH:MM:SS'.")
-    days, hours, minutes, seconds = map(int, parts)
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        try:
+            return timedelta(**value)
+        except TypeError:
+            pass
+    elif isinstance(value, str) and len(parts := value.split(":")) == 4 and all(part.isdigit() for part in parts):
+        days, hours, minutes, seconds = map(int, parts)
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    raise MisconfigurationException(f"max_time={value!r} must be a timedelta, a dict of its arguments, or 'DD:HH:MM:SS'.")
+
+
+def duration(name: str, value: Any) -> timedelta | None:
+    """Read a number of seconds > 0, or a timedelta; None means the default.
+
+    Raises:
+        MisconfigurationException: for anything else.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = timedelta(seconds=value)
+    if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
+        raise MisconfigurationException(f"{name}={value!r} must be a number of seconds > 0 or a timedelta.")
+    return value
 
 
 def root_dir(value: Any) -> str:
-    """Return the absolute folder for everything a run writes; fixed at construction, so a later chdir does not move it."""
-    return os.path.abspath(os.path.expanduser(os.fspath(value) if value is not None else os.curdir))
+    """Return the absolute folder for everything a run writes; fixed at construction, so a later chdir does not move it.
+
+    Raises:
+        MisconfigurationException: for what is no path.
+    """
+    value = os.curdir if value is None else value
+    if not isinstance(value, (str, os.PathLike)):
+        raise MisconfigurationException(f"default_root_dir={value!r} must be a path.")
+    return os.path.abspath(os.path.expanduser(os.fspath(value)))
+
+
+def plugins(given: Any) -> list[Any]:
+    """Return the plug-ins: Precision objects and checkpoint I/O.
+
+    Raises:
+        MisconfigurationException: for an object that is neither.
+    """
+    found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for one in found:
+        if not isinstance(one, Precision) and not hasattr(one, "save_checkpoint"):
+            raise MisconfigurationException(
+                f"plugins must be Precision objects or objects with save_checkpoint(table, path); got {type(one).__name__}."
+            )
+    return found
+
+
+def known_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """Answer an unknown keyword argument of `init` with the nearest name.
+
+    Raises:
+        TypeError: naming both.
+    """
+    known = [name for name, p in inspect.signature(init).parameters.items() if p.kind is p.KEYWORD_ONLY]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"Trainer has no argument {name!r}.{nearest(name, known)}")
+        return init(*args, **kwargs)
+
+    return checked
 
 
 def apply_global_switches(settings: Settings) -> Callable[[], None]:

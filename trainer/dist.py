@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,17 @@ from trainer.errors import MisconfigurationException
 from trainer.world import World
 
 __all__ = ["Dist"]
+
+_FAREWELL = torch.zeros(1, dtype=torch.int64)
+
+
+@cache
+def _meeting_point(init_method: str, rank: int, world_size: int) -> torch_dist.Store:
+    """Return the store in which the ranks find each other, one for the life of the process.
+
+    Kept, because rank 0 may hold its server: closed with a run, it would be gone under a rank that starts the next one.
+    """
+    return next(iter(torch_dist.rendezvous(init_method, rank, world_size)))[0]
 
 
 class Dist:
@@ -51,13 +63,12 @@ class Dist:
             return
         backend = "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo"
         kwargs = {} if self.timeout is None else {"timeout": self.timeout}
-        torch_dist.init_process_group(
-            backend,
-            init_method=self.world.init_method,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            **kwargs,
-        )
+        rank, world_size = self.world.rank, self.world.world_size
+        store = _meeting_point(str(self.world.init_method), rank, world_size)
+        # The addresses that a group leaves in the store would mislead the next one: each gets names of its own.
+        number = store.add(f"trainer/groups/{rank}", 1)
+        store = torch_dist.PrefixStore(f"trainer/group/{number}", store)
+        torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **kwargs)
         self._owns_group = True
 
     def close(self) -> None:
@@ -65,6 +76,14 @@ class Dist:
         if self._owns_group:
             self._owns_group = False
             torch_dist.destroy_process_group()
+
+    def farewell(self) -> None:
+        """Wait for all ranks before leaving, so that none closes what another still reads from. Collective.
+
+        Its tensor outlives the run: what a thread of gloo lets go last is then nothing that Python has to free.
+        """
+        if self._owns_group:
+            torch_dist.all_reduce(_FAREWELL)
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
@@ -160,6 +179,6 @@ class _GatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grad.contiguous()
+        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand the same tensor to others
         torch_dist.all_reduce(grad)
         return grad[ctx.rank], None

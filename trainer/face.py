@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer.config import at_least
 from trainer.errors import MisconfigurationException
 
 __all__ = ["Face", "TrainerState"]
@@ -78,7 +79,7 @@ class Face:
 
     @max_epochs.setter
     def max_epochs(self, value: int | None) -> None:
-        self._change(max_epochs=value)
+        self._change(max_epochs=at_least("max_epochs", value, 0, none=True, also=(-1,)))
 
     @property
     def max_steps(self) -> int:
@@ -87,7 +88,7 @@ class Face:
 
     @max_steps.setter
     def max_steps(self, value: int) -> None:
-        changed = {"max_steps": value}
+        changed = {"max_steps": at_least("max_steps", value, 0, also=(-1,))}
         if value != -1 and self.settings.max_epochs_is_default:
             changed["max_epochs"] = -1
         self._change(**changed)
@@ -104,6 +105,7 @@ class Face:
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
+        at_least("accumulate_grad_batches", value, 1)
         if self._run is None:
             self._change(accumulate_grad_batches=value)
         else:

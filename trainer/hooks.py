@@ -68,6 +68,18 @@ class HookTable:
             self.current = before
         return answer
 
+    def within(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the module as the hook that it is, so that `self.log` in it follows the rules of that hook."""
+        before, self.current = self.current, name
+        result = function(*args)
+        self.current = before
+        return result
+
+    def foreign(self, name: str) -> bool:
+        """True when the user's code overrides the hook: the module, or a callback that is not of this package."""
+        owners = (getattr(getattr(f, "func", f), "__self__", None) for f in self.functions[name])
+        return any(not type(owner).__module__.startswith("callbacks.") for owner in owners)
+
     def used(self, *names: str) -> bool:
         """True when anybody overrides one of these hooks."""
         return any(self.functions[name] for name in names)

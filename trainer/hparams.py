@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -60,16 +60,21 @@ class HyperparametersMixin:
             logger: also send the hyper-parameters to the loggers.
 
         Raises:
-            MisconfigurationException: when a name is not an argument of `__init__`.
+            MisconfigurationException: when a name is not an argument of `__init__`, or for what is neither name, dict nor namespace.
         """
         self.__dict__["_log_hyperparams"] = logger
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         if len(args) == 1 and not isinstance(args[0], str):
-            given = args[0] if isinstance(args[0], dict) else vars(args[0])
+            given = args[0] if isinstance(args[0], Mapping) else getattr(args[0], "__dict__", None)
+            if given is None:
+                raise _no_names(args[0])
         else:
             if frame is None:
                 frame = inspect.currentframe().f_back  # type: ignore[union-attr]
             given = _init_arguments(self, frame)
+            for name in args:
+                if not isinstance(name, str):
+                    raise _no_names(name)
             unknown = [name for name in args if name not in given]
             if unknown:
                 raise MisconfigurationException(
@@ -79,6 +84,12 @@ class HyperparametersMixin:
                 given = {name: given[name] for name in args}
         self.hparams.update({name: value for name, value in given.items() if name not in ignored})
         self.__dict__["_hparams_initial"] = AttributeDict(copy.deepcopy(_copyable(self.hparams)))
+
+
+def _no_names(value: Any) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"save_hyperparameters takes names of arguments, or one dict or namespace; got {type(value).__name__}."
+    )
 
 
 def _copyable(values: dict[str, Any]) -> dict[str, Any]:

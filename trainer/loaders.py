@@ -65,7 +65,7 @@ class Loaders:
 
     def _prepare(self, stage: str) -> list[Source]:
         source_stage = "train" if stage == "validate" and self.overfit and not self.has("validate") else stage
-        raw = self.given.get(source_stage)
+        raw = self.raw.get(stage, self.given.get(source_stage))
         if raw is None:
             owner = self._owner(source_stage)
             if owner is None:
@@ -96,6 +96,15 @@ class Loaders:
             )
             for i, loader in enumerate(many)
         ]
+
+    def reseed(self, seed: int) -> None:
+        """Let the order and the draws of the data follow from `seed`, also those of loaders that were made before it was known."""
+        if seed != self.seed:
+            self.seed = seed
+            for sources in self._sources.values():
+                for source in sources:
+                    source.close()
+            self._sources.clear()  # the next use prepares the same loaders again
 
     def reload(self, stage: str) -> None:
         """Forget the loaders of `stage`: the next use asks for them again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from trainer.dist import Dist
 from trainer.errors import MisconfigurationException
+from trainer.metric_objects import is_metric, load_object, object_state
 
 __all__ = ["Collector", "Published", "batch_size_of", "is_metric"]
 
@@ -25,11 +26,6 @@ _REDUCTIONS = {
     "min": "min", torch.min: "min", min: "min",
     "max": "max", torch.max: "max", max: "max",
 }  # fmt: skip
-
-
-def is_metric(value: Any) -> bool:
-    """True for a torchmetrics-like object: it has `update`, `compute` and `reset`."""
-    return all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))
 
 
 def batch_size_of(batch: Any) -> int:
@@ -55,33 +51,61 @@ class Published:
     bar: dict[str, float] = field(default_factory=dict)
     loader: dict[str, int | None] = field(default_factory=dict)
 
+    def join(self, other: Published) -> Published:
+        """Take in `other`, whose numbers win; return self."""
+        for name, numbers in vars(other).items():
+            getattr(self, name).update(numbers)
+        return self
+
 
 class _Entry:
     """One logged name: the values of the current step, and the sums of the current epoch."""
 
-    __slots__ = ("bar", "loader", "logger", "metric", "name", "on_epoch", "on_step", "path", "reduce",
+    __slots__ = ("bar", "loader", "logger", "metric", "name", "on_epoch", "on_step", "once", "path", "reduce",
                  "step", "step_items", "total", "weight")  # fmt: skip
 
     def __init__(self, name: str, reduce: str, on_step: bool, on_epoch: bool, bar: bool, logger: bool) -> None:
         self.name, self.reduce = name, reduce
         self.on_step, self.on_epoch, self.bar, self.logger = on_step, on_epoch, bar, logger
         self.loader: int | None = None
+        self.once: bool | None = None  # logged in hooks of an epoch, not of a batch; None: not logged yet
         self.metric: Any = None
         self.path: str | None = None
-        self.step = -1
+        self.step: Any = -1
         self.step_items: list[tuple[torch.Tensor, float]] = []
         self.total: torch.Tensor | None = None
         self.weight = 0.0
 
-    def add(self, value: torch.Tensor, weight: float, step: int) -> None:
+    def flags(self) -> tuple[Any, ...]:
+        """Return all that says how the values are published; `_Entry.of` makes an empty entry of it."""
+        return self.name, self.reduce, self.on_step, self.on_epoch, self.bar, self.logger, self.loader
+
+    @classmethod
+    def of(cls, flags: tuple[Any, ...]) -> _Entry:
+        entry = cls(*flags[:-1])
+        entry.loader = flags[-1]
+        return entry
+
+    def label(self, kind: str) -> str:
+        """Return the published name of "step" or "epoch" values: marked by the kind where both are published."""
+        if not (self.on_step and self.on_epoch):
+            return self.name
+        suffix = "" if self.loader is None else f"/dataloader_idx_{self.loader}"
+        return f"{self.name.removesuffix(suffix)}_{kind}{suffix}"
+
+    def add(self, value: torch.Tensor, weight: float, step: Any) -> None:
         if self.on_step:
-            if self.step != step:
-                self.step = step
-                self.step_items = [(value, weight)]
-            else:
-                self.step_items.append((value, weight))
+            self.add_step(value, weight, step)
         if self.on_epoch:
             self._accumulate(value, weight)
+
+    def add_step(self, value: torch.Tensor, weight: float, step: Any) -> None:
+        """Add a value to those of `step`; the first of a new step drops those before."""
+        if self.step != step:
+            self.step = step
+            self.step_items = [(value, weight)]
+        else:
+            self.step_items.append((value, weight))
 
     def _accumulate(self, value: torch.Tensor, weight: float) -> None:
         if self.total is None:
@@ -121,7 +145,7 @@ class Collector:
         self.dist = dist
         self.find_metric = find_metric
         self.entries: dict[str, _Entry] = {}
-        self._signature: tuple[tuple[str, ...], int] = ((), 0)
+        self._signature: tuple[tuple[Any, ...], int] = ((), 0)
 
     # -- logging: hot --------------------------------------------------------------------------------------------------
 
@@ -136,39 +160,43 @@ class Collector:
         key = name if loader is None else f"{name}/dataloader_idx_{loader}"
         found = self.entries.get(key)
         if found is None:
-            if reduce not in _REDUCTIONS:
+            if not isinstance(reduce, Hashable) or reduce not in _REDUCTIONS:
                 raise MisconfigurationException(
                     f"self.log({name!r}, reduce_fx={reduce!r}): reduce_fx must be 'mean', 'sum', 'min' or 'max'."
                 )
             found = self.entries[key] = _Entry(key, _REDUCTIONS[reduce], on_step, on_epoch, bar, logger)
             found.loader = loader
-        elif found.on_step != on_step or found.on_epoch != on_epoch:
+        elif found.on_step != on_step or found.on_epoch != on_epoch or _REDUCTIONS.get(reduce) != found.reduce:
             raise MisconfigurationException(
-                f"self.log({name!r}) was called with other on_step/on_epoch before in this stage; give each its own name."
+                f"self.log({name!r}) was called with other on_step, on_epoch or reduce_fx before in this stage; give each its own name."
             )
         return found
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
-    def publish_step(self, step: int) -> Published:
-        """Return the values that were logged during step `step`, reduced over its batches and over ranks. Collective."""
+    def publish_step(self, step: int | None = None) -> Published:
+        """Return the values that were logged during step `step`, reduced over its batches and over ranks. Collective.
+
+        Without a step, those of the last time that each name was logged.
+        """
         due = {
-            (f"{e.name}_step" if e.on_epoch else e.name): e
+            e.label("step"): e
             for e in self.entries.values()
-            if e.on_step and e.step == step
+            if e.on_step and e.step_items and step in (None, e.step)
         }
         rows = {key: (e.reduce, *e.step_total()) for key, e in due.items()}
-        return self._file(self._across_ranks(rows), due)
+        return self._file(self._across_ranks(rows, due), due)
 
     def publish_epoch(self, reset: bool = True) -> Published:
         """Return the reduced values of the epoch and forget them. Collective."""
-        due = {(f"{e.name}_epoch" if e.on_step else e.name): e for e in self.entries.values() if e.on_epoch}
+        due = {e.label("epoch"): e for e in self.entries.values() if e.on_epoch}
         rows = {
             key: (e.reduce, e.total, e.weight) for key, e in due.items() if e.metric is None and e.total is not None
         }
-        values = self._across_ranks(rows)
-        values.update(self._compute_metrics({key: e for key, e in due.items() if e.metric is not None}, reset))
-        published = self._file(values, due)
+        objects = {key: e for key, e in due.items() if e.metric is not None}
+        values = self._across_ranks(rows, due)
+        values.update(self._compute_metrics(objects, reset))
+        published = self._file(values, {**due, **objects})
         if reset:
             self.reset()
         return published
@@ -184,15 +212,10 @@ class Collector:
         """Sort values into what callbacks, loggers and the bar see; a name logged both ways is also found by its own name."""
         out = Published()
         for key, value in values.items():
-            entry = due.get(key)
-            out.callback[key] = value
-            if entry is None:  # only other ranks logged it
-                out.logger[key] = value
-                out.loader[key] = None
-                continue
-            out.loader[key] = entry.loader
+            entry = due[key]
+            out.callback[key], out.loader[key] = value, entry.loader
             if entry.on_step and entry.on_epoch:
-                out.callback[entry.name] = value
+                out.callback[entry.name], out.loader[entry.name] = value, entry.loader
             if entry.logger:
                 out.logger[key] = value
             if entry.bar:
@@ -200,17 +223,20 @@ class Collector:
         return out
 
     def _compute_metrics(self, due: dict[str, _Entry], reset: bool) -> dict[str, float]:
-        """Compute metric objects on all ranks in one order, also on ranks that had no batch to log them in."""
-        paths = {key: e.path for key, e in due.items()}
-        merged: dict[str, str | None] = {}
-        for found in self.dist.gather(paths) if self._any_metrics(bool(paths)) else []:
-            merged.update({k: v for k, v in found.items() if k not in merged})
+        """Compute metric objects on all ranks in one order, also on ranks that had no batch to log them in: `due` gets those too."""
+        mine = {key: (e.path, e.flags()) for key, e in due.items()}
+        every: dict[str, Any] = {}
+        for found in self.dist.gather(mine) if self._any_metrics(bool(mine)) else []:
+            every = {**found, **every}
         values = {}
-        for key in sorted(merged):
-            metric = due[key].metric if key in due else self._metric_at(key, merged[key])
-            values[key] = float(metric.compute())
-            if reset and key not in due:
-                metric.reset()
+        for key in sorted(every):
+            path, flags = every[key]
+            if key not in mine:
+                due[key] = _Entry.of(flags)
+                due[key].metric = self._metric_at(key, path)
+            values[key] = _one_number(key, due[key].metric.compute())
+            if reset and key not in mine:
+                due[key].metric.reset()
         return values
 
     def _any_metrics(self, mine: bool) -> bool:
@@ -224,11 +250,14 @@ class Collector:
             )
         return self.find_metric(path)
 
-    def _across_ranks(self, rows: dict[str, tuple[str, torch.Tensor, float]]) -> dict[str, float]:
-        """Reduce (kind, sum, weight) rows over the ranks; a name that only some ranks hold is reduced over those."""
+    def _across_ranks(self, rows: dict[str, tuple[str, torch.Tensor, float]], due: dict[str, _Entry]) -> dict[str, float]:
+        """Reduce (kind, sum, weight) rows over the ranks; a name that only some ranks hold is reduced over those.
+
+        `due` holds the entries of the rows, and gets those of names that only other ranks hold.
+        """
         kinds = {key: row[0] for key, row in rows.items()}
         if not self.dist.alone:
-            kinds = self._common_names(kinds)
+            kinds = self._common_names(rows, due)
         if not kinds:
             return {}
         numbers = dict(zip(rows, _to_host([row[1] for row in rows.values()]), strict=True))
@@ -252,24 +281,26 @@ class Collector:
                 out[key] = next(peak) * (1.0 if kind == "max" else -1.0)
         return out
 
-    def _common_names(self, kinds: dict[str, str]) -> dict[str, str]:
-        """Agree on names and their order. One small header where all ranks hold the same names; else the names travel."""
-        names = tuple(sorted(kinds.items()))
+    def _common_names(self, rows: Iterable[str], due: dict[str, _Entry]) -> dict[str, str]:
+        """Agree on names, their order and flags. One small header where all ranks hold the same; else they travel."""
+        names = tuple(sorted((key, due[key].flags()) for key in rows))
         if self._signature[0] != names:
             digest = hashlib.blake2b(repr(names).encode(), digest_size=7).digest()
             self._signature = (names, int.from_bytes(digest, "little"))
         mark = self._signature[1]
         high, low = self.dist.maximum(torch.tensor([mark, -mark], dtype=torch.int64)).tolist()
         if high == -low:
-            return dict(names)
-        merged: dict[str, str] = {}
+            return {key: due[key].reduce for key, _ in names}
+        every: dict[str, tuple[Any, ...]] = {}
         for found in self.dist.gather(dict(names)):
-            for key, kind in found.items():
-                if merged.setdefault(key, kind) != kind:
+            for key, flags in found.items():
+                kind, first = flags[1], every.setdefault(key, flags)[1]
+                if kind != first:
                     raise MisconfigurationException(
-                        f"{key!r} was logged with reduce_fx={kind!r} on one rank and {merged[key]!r} on another."
+                        f"{key!r} was logged with reduce_fx={first!r} on one rank and {kind!r} on another."
                     )
-        return dict(sorted(merged.items()))
+        due.update({key: _Entry.of(flags) for key, flags in every.items()})
+        return {key: due[key].reduce for key in sorted(every)}
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -281,6 +312,7 @@ class Collector:
                 state[key] = {
                     "reduce": e.reduce, "on_step": e.on_step, "bar": e.bar, "logger": e.logger, "path": e.path,
                     "weight": e.weight, "total": None if e.total is None else e.total.detach().cpu().clone(),
+                    "objects": [] if e.metric is None else [object_state(e.metric)],
                 }  # fmt: skip
         return state
 
@@ -294,6 +326,17 @@ class Collector:
             e.path = s["path"]
             if e.path is not None and self.find_metric is not None:
                 e.metric = self.find_metric(e.path)
+            if s.get("objects"):
+                load_object(key, e.metric, s["objects"], device)
+
+
+def _one_number(key: str, value: Any) -> float:
+    if isinstance(value, dict) or getattr(value, "numel", lambda: 1)() != 1:
+        raise MisconfigurationException(
+            f"{key!r} was logged as a metric object that computes more than one number. Log its parts, or numbers made of them, under names "
+            "of their own."
+        )
+    return float(value)
 
 
 def _ratio(kind: str, total: float, weight: float) -> float:
@@ -324,6 +367,8 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
             whole = merged.get(key)
             if whole is None or whole["total"] is None or part["total"] is None:
                 merged[key] = part if whole is None or whole["total"] is None else whole
+                if whole is not None:
+                    merged[key] = {**merged[key], "objects": whole["objects"] + part["objects"]}
                 continue
             join = {"min": torch.minimum, "max": torch.maximum}.get(part["reduce"], torch.add)
             merged[key] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -252,7 +253,7 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization: scales the loss as the precision asks and averages gradients over ranks.
 
-        Collective.
+        Where ranks hold different numbers of samples (a short last batch), each weighs as many as it has. Collective.
 
         Raises:
             MisconfigurationException: in automatic optimization.
@@ -391,6 +392,8 @@ def _movable(x: Any) -> bool:
 
 def accepted_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `values` that `cls.__init__` takes."""
+    if cls.__init__ in (object.__init__, torch.nn.Module.__init__):  # their signature says **kwargs, which they refuse
+        return {}
     parameters = inspect.signature(cls.__init__).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(values)
@@ -401,13 +404,35 @@ def read_hparams(path: str | Path) -> dict[str, Any]:
     """Read `name: value` lines, as `hparams.yaml` of a run holds them.
 
     Raises:
-        MisconfigurationException: when the file is not made of such lines and PyYAML is not installed.
+        MisconfigurationException: when the file holds something else, or nested lines while PyYAML is not installed.
     """
+    text = Path(path).read_text()
     try:
         import yaml  # optional: only nested files need it
     except ImportError:
-        raise MisconfigurationException(f"Reading {path} needs PyYAML: pip install pyyaml") from None
-    return dict(yaml.safe_load(Path(path).read_text()) or {})
+        found = _read_lines(path, text)
+    else:
+        found = yaml.safe_load(text) or {}
+    if not isinstance(found, dict):
+        raise MisconfigurationException(f"{path} does not hold `name: value` lines.")
+    return found
+
+
+def _read_lines(path: str | Path, text: str) -> dict[str, Any]:
+    """Read what CSVLogger and TensorBoardLogger write, except for nested values."""
+    found = {}
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if not line.strip() or line.startswith("#"):
+            continue
+        if not colon or not value.strip() or line[0] in " -":
+            raise MisconfigurationException(f"{path} is more than `name: value` lines; reading it needs PyYAML: pip install pyyaml")
+        value = {".nan": "NaN", ".inf": "Infinity", "-.inf": "-Infinity"}.get(value.strip(), value)
+        try:
+            found[name.strip(' "')] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name.strip(' "')] = value.strip()
+    return found
 
 
 MODULE_HOOKS = frozenset(n for n in vars(ModuleHooks) if not n.startswith("_"))

@@ -98,7 +98,7 @@ def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
         )
     if config.interval not in ("step", "epoch"):
         raise MisconfigurationException(f"lr_scheduler interval={config.interval!r} must be 'step' or 'epoch'.")
-    if not isinstance(config.frequency, int) or config.frequency < 1:
+    if isinstance(config.frequency, bool) or not isinstance(config.frequency, int) or config.frequency < 1:
         raise MisconfigurationException(f"lr_scheduler frequency={config.frequency!r} must be a whole number >= 1.")
     if isinstance(scheduler, ReduceLROnPlateau):
         config.reduce_on_plateau = True
@@ -150,9 +150,9 @@ def grads_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def clip(optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
     """Clip the gradients of `optimizer`: by total norm ("norm") or each element ("value"). Reads nothing from the device."""
-    if not value:
-        return
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not value or not params:
+        return
     if algorithm == "value":
         torch.nn.utils.clip_grad_value_(params, value)
     else:

@@ -12,6 +12,8 @@ from trainer.errors import CheckpointError
 
 __all__ = ["apply", "collect", "weights_table"]
 
+_TORCHS_OWN = frozenset(vars(torch.nn.Module()))
+
 
 def collect(trainer: Any, job: Any, value: Any) -> dict[str, Any]:
     """Return, on rank 0 after the run, everything that the caller's objects shall take over."""
@@ -58,8 +60,7 @@ def _plain_attributes(owner: Any) -> dict[str, Any]:
     """Attributes that are plain values or containers of them (counters, histories): not tensors, data sets or layers."""
     found = {}
     for name, value in vars(owner).items():
-        internal = name.startswith("_") or (isinstance(owner, torch.nn.Module) and name == "training")
-        if internal or isinstance(value, torch.Tensor):
+        if name in _TORCHS_OWN or isinstance(value, torch.Tensor):
             continue
         try:
             io.check_plain(value)

@@ -11,14 +11,15 @@ from trainer.metrics import batch_size_of, is_metric
 
 __all__ = ["Recorder"]
 
-_ONCE_AN_EPOCH = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end"}
 _BATCHLESS = {
-    *_ONCE_AN_EPOCH, "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end",
+    "on_train_start", "on_train_epoch_start", "on_train_epoch_end",
+    "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end",
     "on_test_start", "on_test_epoch_start", "on_test_epoch_end",
 }  # fmt: skip
-_NEVER = {
-    "", "setup", "teardown", "prepare_data", "on_fit_start", "on_fit_end", "on_train_end", "on_validation_end", "on_test_end",
-    "on_sanity_check_start", "on_sanity_check_end", "on_exception", "configure_optimizers",
+_WITH_BATCH = {
+    "training_step", "validation_step", "test_step", "on_train_batch_start", "on_train_batch_end", "on_validation_batch_start",
+    "on_validation_batch_end", "on_test_batch_start", "on_test_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping",
 }  # fmt: skip
 
 
@@ -30,6 +31,8 @@ class Recorder:
         self.loader: int | None = None  # the index of the loader, where there are several
         self.batch: Any = None
         self.samples: int | None = None  # of the current batch on this rank; None: to be read off the batch
+        self.place: Any = None  # in evaluation: which batch this is
+        self.muted = False  # a closure is evaluated again: what it logs was logged the first time
 
     def start_batch(self, batch: Any, samples: int | None = None) -> None:
         """Make `batch` the current one. `samples` is its weight where the data layer knows it."""
@@ -53,16 +56,15 @@ class Recorder:
         """Add one value; see `TrainModule.log`."""
         run = self.run
         hook = run.hooks.current
-        if hook in _NEVER or run.stage == "predict":
-            raise MisconfigurationException(
-                f"self.log({name!r}) does nothing in {hook or 'this place'!r}: log in a step or in a hook of an epoch or batch."
-            )
-        training = run.stage == "train"
         once = hook in _BATCHLESS
-        if on_step is None:
-            on_step = training and not once and not on_epoch if on_epoch is not None else training and not once
-        if on_epoch is None:
-            on_epoch = not on_step or not training
+        if not once and hook not in _WITH_BATCH:
+            raise misplaced(name, hook)
+        if self.muted:
+            return
+        training = run.stage == "train"
+        by_step = training and not once
+        on_step = by_step if on_step is None else on_step
+        on_epoch = not by_step or not on_step if on_epoch is None else on_epoch
         if on_step and once:
             raise MisconfigurationException(f"self.log({name!r}, on_step=True) in {hook}: there is no step here; use on_epoch=True.")
         if not on_step and not on_epoch:
@@ -71,12 +73,19 @@ class Recorder:
         entry = run.collector.entry(
             name, loader, reduce_fx, on_step, on_epoch, bar, True if logger is None else logger
         )
+        if entry.once is not once and entry.once is not None:
+            raise MisconfigurationException(
+                f"self.log({name!r}) was called for batches and once more for the whole epoch (in {hook}); give each its own name."
+            )
+        entry.once = once
         if is_metric(value):
             self._add_metric(entry, module, value, metric_attribute)
             return
         if rank_zero_only and run.world.rank != 0:
             return
-        entry.add(_scalar(name, value), self._weight(once, batch_size), run.step_id)
+        if self.samples == 0 and not once:  # a batch that another rank logs
+            return
+        entry.add(_scalar(name, value), self._weight(once, batch_size), run.step_id if training else self.place)
 
     def _weight(self, once: bool, batch_size: int | None) -> float:
         if batch_size is not None:
@@ -93,10 +102,24 @@ class Recorder:
             entry.metric = metric
             entry.path = attribute or next((path for path, m in module.named_modules() if m is metric), None)
         latest = getattr(metric, "_forward_cache", None)  # torchmetrics keeps the value of the last batch here
-        if entry.on_step and latest is not None:
-            on_epoch, entry.on_epoch = entry.on_epoch, False
-            entry.add(_scalar(entry.name, latest), self._weight(False, None), self.run.step_id)
-            entry.on_epoch = on_epoch
+        if not entry.on_step:
+            return
+        if latest is not None:
+            step = self.run.step_id if self.run.stage == "train" else self.place
+            entry.add_step(_scalar(entry.name, latest), self._weight(False, None), step)
+        elif not entry.on_epoch:
+            raise MisconfigurationException(
+                f"self.log({entry.name!r}) was given a {type(metric).__name__} that has no value for this batch. Call it (metric(...)) in place "
+                "of update(...), or log it with on_step=False, on_epoch=True."
+            )
+
+
+def misplaced(name: str, hook: str) -> MisconfigurationException:
+    """Return the error for logging where nothing is published."""
+    return MisconfigurationException(
+        f"self.log({name!r}) does nothing in {hook or 'this place'!r}: log in a step or in a hook of an epoch or batch. A number goes "
+        "straight to a logger with self.logger.log_metrics({...}, step)."
+    )
 
 
 def _scalar(name: str, value: Any) -> torch.Tensor:
@@ -106,6 +129,9 @@ def _scalar(name: str, value: Any) -> torch.Tensor:
                 f"self.log({name!r}) takes one number; got a tensor of shape {tuple(value.shape)}. Reduce it first (.mean())."
             )
         return value.detach().reshape(()).clone()  # the caller may change its tensor in place afterwards
-    if isinstance(value, (int, float)) or hasattr(value, "__float__"):
-        return torch.tensor(float(value), dtype=torch.float64)
-    raise MisconfigurationException(f"self.log({name!r}) takes a number, a tensor or a metric; got {type(value).__name__}.")
+    if not isinstance(value, str):
+        try:
+            return torch.tensor(float(value), dtype=torch.float64)
+        except (TypeError, ValueError):  # an array of several numbers, or no number at all
+            pass
+    raise MisconfigurationException(f"self.log({name!r}) takes one number, a tensor of one element or a metric; got {type(value).__name__}.")

@@ -21,6 +21,7 @@ class Results:
     logged_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     bar_metrics: dict[str, float] = field(default_factory=dict)
     position: Any = None
+    sums: list[dict[str, Any]] = field(default_factory=list)
     fn: str | None = None
     status: str = "initializing"
     ckpt_path: str | None = None

@@ -21,7 +21,7 @@ from trainer.dist import Dist
 from trainer.errors import CheckpointError, MisconfigurationException
 from trainer.hooks import HookTable, overrides
 from trainer.loaders import Loaders
-from trainer.metrics import Collector, Published, merge_states
+from trainer.metrics import Collector, Published, is_metric, merge_states
 from trainer.module import TrainModule
 from trainer.optim import LRSchedulerConfig, StepOptimizer, clip, parse_optimizers
 from trainer.progress import Progress
@@ -54,12 +54,14 @@ class Run:
         self.should_stop = False
         self.requests: list[Callable[[Any], None]] = []
         self.done = False
-        self.whole = True  # weights, counters, data position and RNG agree: a checkpoint may be written
+        self.whole = True  # weights, counters, data position, sums and RNG agree, and no hook of the step is still to come
+        self.failing = False
         self.epoch_pass: Any = None
         self.position: Any = trainer.results.position if job.fn == "fit" else None
         self.saved_rng: dict[str, Any] | None = None
         self.saved_sums: dict[str, Any] | None = None
         self.step_id = 0  # the step that is being taken, counted from 1
+        self.manual_weight: float | None = None  # of this rank's batch, in manual optimization; None for 1
         self.published_step = 0
         self.first_step = True
         self.skip_epoch = False
@@ -67,6 +69,7 @@ class Run:
         self.sanity_checked = False
         self.known_names: set[str] = set()
         self.started = time.monotonic()
+        self.recorder: Recorder | None = None
         self._undo: list[Callable[[], None]] = []
 
     # -- opening and closing -------------------------------------------------------------------------------------------
@@ -89,8 +92,8 @@ class Run:
             self.datamodule.setup(stage=self.fn)
         self.hooks.call("setup", stage=self.fn)
         self.module.configure_model()
+        self.precision.convert_module(self.module)  # before weights are loaded: 64-bit ones must not pass through 32 bits
         table = self._load_table()
-        self.precision.convert_module(self.module)
         self.strategy.setup(self.module, self.device, self.dist)
         self._undo.append(self.strategy.teardown)
         if self.fn == "fit":
@@ -115,7 +118,7 @@ class Run:
         rank = self.world.rank
         seed_everything(seed if rank == 0 else derive(seed, "rank", rank), verbose=False)
         if hasattr(self, "loaders"):
-            self.loaders.seed = seed
+            self.loaders.reseed(seed)
 
     def _attach(self) -> None:
         module = self.module
@@ -137,10 +140,14 @@ class Run:
             self.settings.use_distributed_sampler, bool(self.settings.overfit_batches),
         )  # fmt: skip
         self._undo.append(self.loaders.close)
-        self.module_transfers = any(overrides(module, TrainModule, name) for name in _TRANSFER)
-        self.data_transfers = self.datamodule is not None and any(
-            overrides(self.datamodule, DataModule, name) for name in _TRANSFER
-        )
+        self.transfers = self._transfer_hooks()
+
+    def _transfer_hooks(self) -> list[Callable[..., Any]] | None:
+        """The three functions that bring a batch to the device: the data module's where it has its own, else the module's."""
+        data = [name for name in _TRANSFER if self.datamodule is not None and overrides(self.datamodule, DataModule, name)]
+        if not data and not any(overrides(self.module, TrainModule, name) for name in _TRANSFER):
+            return None
+        return [getattr(self.datamodule if name in data else self.module, name) for name in _TRANSFER]
 
     def _prepares(self) -> bool:
         owners = [(self.module, TrainModule)]
@@ -151,6 +158,8 @@ class Run:
     def close(self, status: str) -> None:
         """Run the teardown hooks and undo what `open` did, in reverse order, whatever happened in between."""
         undo = list(self._undo)
+        if status == "finished":
+            undo.insert(1, self.dist.farewell)
         if self.world.is_global_zero:
             undo += [partial(logger.finalize, "success" if status == "finished" else status) for logger in self.trainer.loggers]
         if hasattr(self, "hooks"):
@@ -178,6 +187,10 @@ class Run:
         table = io.load(path, weights_only=self.job.weights_only)
         state.check_format(table, path)
         self.module.on_load_checkpoint(table)
+        if self.fn == "fit":
+            for part in self.module.modules():
+                if is_metric(part):  # of a run that was interrupted: an epoch begins, or goes on, with what the file holds
+                    part.reset()
         state.restore_module(self.module, table, strict=self.module.strict_loading)
         if self.datamodule is not None and table.get(type(self.datamodule).__qualname__):
             self.datamodule.load_state_dict(table[type(self.datamodule).__qualname__])
@@ -201,13 +214,20 @@ class Run:
         self.strategy.wrap(training=True)
         self._choose_path()
         if table is None:
+            self._place_sums(self.trainer.results.sums)
             return
         state.restore_training(table, self.optimizers, [c.scheduler for c in self.schedulers], self.precision, warnings.warn)
         self.progress.load_state_dict(state.progress_of(table).state_dict())
         self.trainer.results.restore_metrics(table.get("metrics") or {})
         self.position = table.get("data")
-        if self.settings.seed is None and table.get("seed") is not None:
-            self.seed = self.loaders.seed = table["seed"]
+        if table.get("seed") is not None:
+            if self.settings.seed not in (None, table["seed"]):
+                self.trainer.warn(
+                    f"The checkpoint was made with seed={table['seed']}, and the rest of the run follows from it; seed={self.settings.seed} is "
+                    "not used."
+                )
+            self.seed = table["seed"]
+            self.loaders.reseed(self.seed)
         self._place_rank_states(table.get("ranks") or [])
 
     def _place_rank_states(self, ranks: list[dict[str, Any]]) -> None:
@@ -215,13 +235,25 @@ class Run:
         rank, size = self.world.rank, self.world.world_size
         if len(ranks) == size:
             mine = ranks[rank]
-            self.saved_rng, self.saved_sums, self.position = mine["rng"], mine["metrics"], mine["data"]
+            self.saved_rng, self.position = mine["rng"], mine["data"]
         elif ranks:
             if rank == 0:
                 self.saved_rng = ranks[0]["rng"]
-                self.saved_sums = merge_states([r["metrics"] for r in ranks])
             else:
                 seed_rngs(derive(self.seed, "rank", rank, "step", self.progress.step))
+        self._place_sums([r["metrics"] for r in ranks])
+
+    def _place_sums(self, by_rank: list[dict[str, Any]]) -> None:
+        """Take this rank's epoch sums; with another number of ranks rank 0 takes all."""
+        if len(by_rank) == self.world.world_size:
+            self.saved_sums = by_rank[self.world.rank]
+        elif by_rank and self.world.rank == 0:
+            self.saved_sums = merge_states(by_rank)
+
+    def leave(self) -> None:
+        """Leave in the trainer's results what a further fit needs to go on in the middle of an epoch. Collective."""
+        inside = self.progress.batch and not self.progress.epoch_ended
+        self.trainer.results.sums = self.dist.gather(self.collector.state_dict()) if inside else []
 
     def restore_streams(self) -> None:
         """Continue the random streams of the checkpoint; called just before the first batch."""
@@ -249,24 +281,32 @@ class Run:
         )
         if not weights_only:
             table["metrics"] = {name: float(v) for name, v in self.trainer.results.callback_metrics.items()}
-            if self.datamodule is not None and self.datamodule.state_dict():
-                table[type(self.datamodule).__qualname__] = self.datamodule.state_dict()
+            if self.datamodule is not None and (data_state := self.datamodule.state_dict()):
+                table[type(self.datamodule).__qualname__] = data_state
         for callback in self.callbacks:
             callback.on_save_checkpoint(self.trainer, self.module, table)
         self.module.on_save_checkpoint(table)
         return table
 
     def _rank_state(self) -> dict[str, Any]:
-        """What differs from rank to rank: random streams, epoch sums, and the place in data that shard themselves."""
-        return {"rng": rng_state(), "metrics": self.collector.state_dict(), "data": self.position}
+        """What differs from rank to rank: random streams, epoch sums, and the place in data that shard themselves.
+
+        Until they are put in place, just before the first batch, those of the file that is resumed are still the true ones.
+        """
+        rng = rng_state() if self.saved_rng is None else self.saved_rng
+        sums = self.collector.state_dict() if self.saved_sums is None else self.saved_sums
+        return {"rng": rng, "metrics": sums, "data": self.position}
 
     def save_checkpoint(self, path: Any, weights_only: bool = False) -> None:
         """Write a checkpoint now where the state is whole, else at the coming boundary. Collective.
 
+        Between the first batch of a step and the boundary after it, hooks, validation and epoch numbers are still to come, of
+        which a resume could not know. A run that is failing reaches no boundary: it saves what there is.
+
         Raises:
             CheckpointError: on every rank, when rank 0 could not write.
         """
-        if not self.whole:
+        if not self.whole and not self.failing:
             self.requests.append(lambda trainer: self.save_checkpoint(path, weights_only))
             return
         table = self.checkpoint(weights_only)
@@ -287,6 +327,7 @@ class Run:
         if self.settings.max_time is not None:
             self.should_stop |= time.monotonic() - self.started >= self.settings.max_time.total_seconds()
         stop = self.dist.agree(self.should_stop)
+        self.whole = True
         if self.requests:
             self.publish_step()
             asked, self.requests = self.requests, []
@@ -321,9 +362,9 @@ class Run:
         """Decide once what a step of this run needs, so that the loop asks plain attributes."""
         module, hooks = self.module, self.hooks
         self.manual = not module.automatic_optimization
-        lbfgs = any(isinstance(o, torch.optim.LBFGS) for o in self.optimizers)
-        self.by_closure = not self.manual and (lbfgs or overrides(module, TrainModule, "optimizer_step"))
-        if lbfgs and self.precision.scaler is not None:
+        self.lbfgs = any(isinstance(o, torch.optim.LBFGS) for o in self.optimizers)
+        self.by_closure = not self.manual and (self.lbfgs or overrides(module, TrainModule, "optimizer_step"))
+        if self.lbfgs and self.precision.scaler is not None:
             raise MisconfigurationException("LBFGS evaluates the loss several times a step, which 16-mixed cannot scale; use bf16-mixed.")
         if self.manual and self.accumulate != 1:
             raise MisconfigurationException(
@@ -336,10 +377,11 @@ class Run:
         self.hears_zero_grad = hooks.used("on_before_zero_grad")
         self.hears_step = hooks.used("on_before_optimizer_step")
         self.hears_start = hooks.used("on_train_batch_start")
+        self.may_refuse = hooks.foreign("on_train_batch_start")  # ours never return -1, so the ranks need not ask each other
         self.hears_end = hooks.used("on_train_batch_end")
         self.step_schedulers = [c for c in self.schedulers if c.interval == "step"]
         self.stepped = True
-        if self.precision.scaler is not None:  # a skipped step is one in which the optimizer was not called
+        if self.precision.scaler is not None or self.by_closure:  # a skipped step is one in which the optimizer was not called
             for optimizer in self.optimizers:
                 handle = optimizer.register_step_post_hook(self._note_step)
                 self._undo.append(handle.remove)
@@ -354,7 +396,8 @@ class Run:
             self.hooks.call("on_before_optimizer_step", optimizer)
         s = self.settings
         if self.custom_clip:
-            self.module.configure_gradient_clipping(optimizer, s.gradient_clip_val, s.gradient_clip_algorithm)
+            method = self.module.configure_gradient_clipping
+            self.hooks.within("configure_gradient_clipping", method, optimizer, s.gradient_clip_val, s.gradient_clip_algorithm)
         elif s.gradient_clip_val:
             clip(optimizer, s.gradient_clip_val, s.gradient_clip_algorithm)
 
@@ -371,19 +414,22 @@ class Run:
         if self.hears_step:
             self.hooks.call("on_before_optimizer_step", optimizer)
         self.precision.step(optimizer)
-        self.precision.update()
         return loss
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward in manual optimization: scaled, and averaged over ranks. Collective."""
+        """Backward in manual optimization: weighted by this rank's share of the samples, scaled, averaged over ranks. Collective."""
         if not self.manual:
             raise MisconfigurationException(
                 "manual_backward belongs to manual optimization: set self.automatic_optimization = False, or return the loss."
             )
+        if self.manual_weight is not None:
+            loss = loss * self.manual_weight
         if self.hears_backward:
             self.hooks.call("on_before_backward", loss)
+        if self.precision.stepped:  # a second cycle of backward and step in one training_step has a scale of its own
+            self.precision.update()
         scaled = self.precision.scale(loss)
-        self.module.backward(scaled, *args, **kwargs)
+        self.hooks.within("backward", partial(self.module.backward, **kwargs), scaled, *args)
         self.strategy.sync_gradients()
         if self.hears_backward:
             self.hooks.call("on_after_backward")
@@ -391,6 +437,9 @@ class Run:
     def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
         """Clip as asked; without arguments as the trainer's settings say."""
         s = self.settings
+        optimizer = optimizer.optimizer if isinstance(optimizer, StepOptimizer) else optimizer
+        if self.manual:
+            self.precision.unscale(optimizer)
         clip(optimizer, s.gradient_clip_val if value is None else value, algorithm or s.gradient_clip_algorithm)
 
     def move_schedulers(self, configs: list[LRSchedulerConfig], count: int) -> None:
@@ -402,7 +451,7 @@ class Run:
             if config.reduce_on_plateau and metric is None:
                 continue
             if overrides(self.module, TrainModule, "lr_scheduler_step"):
-                self.module.lr_scheduler_step(config.scheduler, metric)
+                self.hooks.within("lr_scheduler_step", self.module.lr_scheduler_step, config.scheduler, metric)
             elif metric is None:
                 config.scheduler.step()
             else:
@@ -455,6 +504,7 @@ class Run:
         """Tell the hooks that the run ends with `error`; an error of a hook never hides it."""
         if not hasattr(self, "hooks"):
             return
+        self.failing = True
         try:
             self.hooks.call("on_exception", error)
         except BaseException as second:

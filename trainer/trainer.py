@@ -23,6 +23,7 @@ from trainer.loops import evaluate, fit, predict
 from trainer.loops.precheck import check_job
 from trainer.module import TrainModule
 from trainer.precision import Precision
+from trainer.record import misplaced
 from trainer.results import Results
 from trainer.run import Run
 from trainer.seed import rng_state, set_rng_state
@@ -105,6 +106,7 @@ class Trainer(Face):
         MisconfigurationException: for every argument that cannot work, saying what to change.
     """
 
+    @config.known_arguments
     def __init__(
         self,
         *,
@@ -166,11 +168,11 @@ class Trainer(Face):
         processes = found.count * config.at_least("num_nodes", num_nodes, 1)
         self.strategy = config.make_strategy(strategy, processes)
         self._check_launch(found.count, num_nodes)
-        plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]
+        plugins = config.plugins(plugins)
         precision = next((p for p in plugins if isinstance(p, Precision)), precision)
         self.precision_plugin = config.make_precision(precision, found.type)
         self.checkpoint_io = next((p for p in plugins if hasattr(p, "save_checkpoint")), _PlainIO())
-        dev = config.at_least("fast_dev_run", int(fast_dev_run), 0)
+        dev = config.at_least("fast_dev_run", int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run, 0)
         quiet = bool(dev) or barebones
         limits = {
             "train": config.limit("limit_train_batches", limit_train_batches),
@@ -215,9 +217,9 @@ class Trainer(Face):
             reload_dataloaders_every_n_epochs=config.at_least(
                 "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0
             ),
-            seed=config.at_least("seed", seed, 0, none=True),
+            seed=config.seed(seed),
             resume=resume,
-            timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
+            timeout=config.duration("timeout", timeout),
         )
         self.loggers = [] if quiet else _make_loggers(logger)
         self.callbacks = _make_callbacks(
@@ -345,7 +347,7 @@ class Trainer(Face):
             model = self._module
             datamodule = datamodule or (None if any(v is not None for v in loaders.values()) else self._datamodule)
         job = Job(fn, model, datamodule, loaders, None, **options)
-        check_job(job, self.settings, self.precision_plugin)
+        check_job(job, self.settings, self.precision_plugin, saves=bool(self.checkpoint_callbacks))
         if self._run is not None:
             raise MisconfigurationException(f"trainer.{fn} was called inside a run of the same Trainer; make another Trainer for it.")
         self._module, self._datamodule = model, datamodule
@@ -393,6 +395,8 @@ class Trainer(Face):
             self.results.status = status
             if job.fn == "fit":
                 self.results.position = run.position
+                if status != "finished":
+                    self.results.sums = []  # a step may have been half logged
             try:
                 run.close(status)
             finally:
@@ -477,7 +481,10 @@ class Trainer(Face):
         return self._live("optimizers").step_optimizers
 
     def _record(self, *args: Any) -> None:
-        self._live("log").recorder.add(*args)
+        recorder = self._live("log").recorder
+        if recorder is None:
+            raise misplaced(args[1], "configure_callbacks")
+        recorder.add(*args)
 
     def _manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         self._live("manual_backward").manual_backward(loss, *args, **kwargs)

@@ -208,6 +208,7 @@ def _child(task: bytes, writer: Connection, environment: dict[str, str], stacks:
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method(None, force=True)  # the platform's own, not the server's: loader workers start as in any rank
     torch.set_num_threads(1)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

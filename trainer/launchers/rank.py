@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 
@@ -31,3 +32,16 @@ def main(folder: str, line: Line) -> None:
         line.failed(report.kind)
         sys.exit(1)
     line.done()
+    leave()
+
+
+def leave() -> None:
+    """End the process with exit code 0, without tearing the interpreter down.
+
+    gloo's threads outlive their process group. One that drops its last tensor while the interpreter is being torn down aborts
+    the process, and a run that ended well would be told as a crash.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

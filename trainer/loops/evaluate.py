@@ -44,10 +44,11 @@ def validation_due(run: Any, group: Any) -> bool:
 
 
 def validation_interval(run: Any, source: Any) -> int:
-    """Return after how many optimizer steps of an epoch validation is due; 0 where it is due at the epoch's end.
+    """Return after how many optimizer steps of the coming epoch validation is due; 0 where it is due at the epoch's end.
 
     Raises:
-        MisconfigurationException: when the interval is longer than the epoch, or a fraction of an unknown length.
+        MisconfigurationException: ahead of the first step, when the interval is longer than the epoch; when it is a fraction of an
+            unknown length.
     """
     every = run.settings.val_check_interval
     if not run.validates or (isinstance(every, float) and every == 1.0):
@@ -62,6 +63,8 @@ def validation_interval(run: Any, source: Any) -> int:
             )
         return max(1, int(steps * every))
     if run.settings.check_val_every_n_epoch is not None and steps is not None and every > steps:
+        if not run.first_step:  # the accumulation has grown since: no reason to lose what was trained
+            return 0
         raise MisconfigurationException(
             f"val_check_interval={every} is more than the {steps} optimizer steps of an epoch, so validation would never run. Lower it, "
             "or set check_val_every_n_epoch=None to count steps across epochs."
@@ -103,11 +106,11 @@ def sanity_check(run: Any) -> None:
 def _pass(run: Any, stage: str, dist: Any = None, limit: int | None = None) -> Published:
     """One pass over all loaders of a stage."""
     word, hooks = _WORD[stage], run.hooks
+    if run.fn == "fit" and stage == "validate":
+        hooks.call("on_validation_model_zero_grad")
     sources = run.loaders.sources("validate" if stage == "sanity_check" else stage)
     run.collector = Collector(dist or run.dist, run.module.get_submodule)
     run.strategy.sync_buffers()
-    if run.fn == "fit" and hooks.used("on_validation_model_zero_grad"):
-        hooks.call("on_validation_model_zero_grad")
     with modes_kept(run.module), torch.inference_mode(run.settings.inference_mode), torch.no_grad():
         hooks.call(f"on_{word}_model_eval")
         hooks.call(f"on_{word}_start")
@@ -117,17 +120,12 @@ def _pass(run: Any, stage: str, dist: Any = None, limit: int | None = None) -> P
             _loader(run, stage, source, index, len(sources) > 1, limit)
         run.recorder.loader = None
         hooks.call(f"on_{word}_epoch_end")
-        published = run.collector.publish_epoch()
-        published.callback = {**_last_steps(run), **published.callback}
+        published = run.collector.publish_step().join(run.collector.publish_epoch())
         if stage != "sanity_check":
             run.spread(published, stage)
         hooks.call(f"on_{word}_end")
     hooks.call(f"on_{word}_model_train")
     return published
-
-
-def _last_steps(run: Any) -> dict[str, float]:
-    return run.collector.publish_step(run.step_id).callback
 
 
 def _loader(run: Any, stage: str, source: Any, index: int, several: bool, limit: int | None) -> None:
@@ -139,7 +137,7 @@ def _loader(run: Any, stage: str, source: Any, index: int, several: bool, limit:
     for i, batch in enumerate(passing.batches()):
         if limit is not None and i >= limit:
             break
-        batch = receive(run, batch, None, index)
+        batch, run.recorder.place = receive(run, batch, None, index), (index, i)
         if hears_start:
             hooks.call(f"on_{word}_batch_start", batch, i, index)
         hooks.current = _STEP[stage]

@@ -21,8 +21,8 @@ _LOADER = {
 }
 
 
-def check_job(job: Any, settings: Any, precision: Any) -> None:
-    """Refuse a call that cannot work.
+def check_job(job: Any, settings: Any, precision: Any, saves: bool) -> None:
+    """Refuse a call that cannot work. `saves` says that checkpoints are going to be written.
 
     Raises:
         MisconfigurationException: saying what is missing and where to put it.
@@ -39,7 +39,16 @@ def check_job(job: Any, settings: Any, precision: Any) -> None:
     _needs_loader(job, settings)
     if fn == "fit":
         _matching_validation(job)
-        io.check_plain(io.plain({state.HPARAMS: dict(module.hparams)}))
+        if saves:
+            _plain_hparams(job)
+
+
+def _plain_hparams(job: Any) -> None:
+    """The first save would refuse them as well, after the first epoch."""
+    table = {state.HPARAMS: dict(job.module.hparams)}
+    if job.datamodule is not None:
+        table[state.DATA_HPARAMS] = dict(job.datamodule.hparams)
+    io.check_plain(io.plain(table))
 
 
 def _needs_methods(module: TrainModule, fn: str) -> None:

@@ -45,8 +45,10 @@ def _loader(run: Any, source: Any, index: int, several: bool, keep: bool) -> lis
         batch = receive(run, batch, None, index)
         if hears_start:
             hooks.call("on_predict_batch_start", batch, i, index)
+        hooks.current = "predict_step"
         with run.precision.forward_context():
             output = step(batch, i)
+        hooks.current = ""
         if hears_end:
             hooks.call("on_predict_batch_end", output, batch, i, index)
         if keep:

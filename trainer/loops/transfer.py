@@ -15,21 +15,16 @@ def receive(run: Any, batch: Any, samples: int | None = None, loader: int = 0) -
     """Return the batch as the step function gets it, and make it the current one for `self.log`."""
     if run.precision.converts_input:
         batch = run.precision.convert_input(batch)
-    if run.data_transfers or run.module_transfers:
-        owner = run.datamodule if run.data_transfers else run.module
-        batch = owner.on_before_batch_transfer(batch, loader)
-        batch = owner.transfer_batch_to_device(batch, run.device, loader)
-        batch = owner.on_after_batch_transfer(batch, loader)
+    if run.transfers is not None:
+        before, move, after = run.transfers
+        batch = after(move(before(batch, loader), run.device, loader), loader)
     elif run.device.type != "cpu":
         batch = move_to(batch, run.device)  # costs nothing for what `copy_ahead` moved already
     run.recorder.batch, run.recorder.samples = batch, samples
     return batch
 
 
-
-
 def copy_ahead(run: Any, epoch: Any) -> None:
     """On cuda, copy the next batch while the current one is computed on, unless a hook must see batches on the host first."""
-    hooked = run.data_transfers or run.module_transfers
-    if run.device.type == "cuda" and epoch.takes_ahead and not hooked:
+    if run.device.type == "cuda" and epoch.takes_ahead and run.transfers is None:
         epoch.ahead = lambda batches: iter(DevicePrefetcher(batches, partial(move_to, device=run.device), run.device))

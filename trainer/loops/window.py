@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,16 +21,16 @@ class Window:
     sum_i(count_i * grad_i) / sum_i(count_i), the gradient of the mean over all samples or tokens.
     """
 
-    __slots__ = ("_counts", "_group", "_used", "size")
+    __slots__ = ("_counts", "_group", "_share", "_used", "size")
 
     def __init__(self, group: Any) -> None:
         self._group, self.size = group, group.size
-        self._counts: list[Any] = []
-        self._used = 0.0
+        self.restart()
 
     def restart(self) -> None:
         """Begin again: a closure is evaluated once more."""
-        self._counts, self._used = [], 0.0
+        self._counts: list[Any] = []
+        self._used, self._share = 0, 0.0  # batches without a count that were not skipped, and the sum of their weights
 
     def samples(self, i: int) -> int | None:
         """Return how many samples batch `i` holds on this rank, where the data layer knows it."""
@@ -39,38 +40,49 @@ class Window:
     def use(self, i: int, count: Any) -> Any:
         """Note that batch `i` takes part; return what to multiply its loss by, None for 1."""
         if count is not None:
-            if self._used and len(self._counts) == 0:
+            if self._used:
                 raise _mixed()
+            if self.samples(i) == 0:  # a batch of other ranks' samples, only there to keep step with them
+                count = 0 * count
             self._counts.append(count)
             return count
         if self._counts:
             raise _mixed()
-        weight = 1.0 / self.size if self._group.weights is None else self._group.weights[i]
-        self._used += 1.0 / self.size
+        weight = self.weight(i)
+        self._used += 1
+        self._share += weight
         return None if weight == 1.0 else weight
+
+    def weight(self, i: int, count: Any = None) -> Any:
+        """Return what the loss of batch `i` is multiplied by: its count, its share of the samples, or 1/size."""
+        if count is not None:
+            return count
+        return 1.0 / self.size if self._group.weights is None else self._group.weights[i]
 
     @property
     def empty(self) -> bool:
         """True when every batch was skipped."""
         return not self._counts and not self._used
 
-    def correct(self, run: Any) -> None:
-        """Bring the summed gradients to the mean: by the counts, or by the share of batches that were not skipped. Collective."""
+    def correct(self, run: Any) -> Any:
+        """Bring the summed gradients to the mean: by the counts, or by the share of batches that were not skipped. Collective.
+
+        Return what they were multiplied by; None for 1.
+        """
         factor: Any
         if self._counts:
             total = torch.as_tensor(sum(self._counts), dtype=torch.float64 if run.device.type != "mps" else torch.float32)
             if not run.dist.alone:  # the ranks' gradients were averaged: world_size times the mean is their sum
                 total = run.dist.sum(total.reshape(1).clone()) / run.world.world_size
-            factor = 1.0 / total
-        elif 0.0 < self._used < 1.0 - 1e-9:
-            factor = 1.0 / self._used
+            total = total.reshape(()).to(run.device)
+            factor = 1.0 / torch.where(total == 0, 1.0, total)  # nothing was counted: the gradients are zero, and stay so
+        elif 0 < self._used < self.size:
+            factor = 1.0 / self._share
         else:
-            return
+            return None
         for optimizer in run.optimizers:
-            grads = grads_of(optimizer)
-            if isinstance(factor, torch.Tensor):
-                factor = factor.reshape(()).to(run.device)
-            torch._foreach_mul_(grads, factor)
+            torch._foreach_mul_(grads_of(optimizer), factor)
+        return factor
 
 
 def _mixed() -> MisconfigurationException:
@@ -97,6 +109,10 @@ def read_output(run: Any, output: Any) -> tuple[torch.Tensor | None, Any]:
             return None, None
         if isinstance(output, dict):
             loss, count = output.get("loss"), output.get("count")
+            if not (count is None or isinstance(count, Real) or (isinstance(count, torch.Tensor) and count.numel() == 1)):
+                raise MisconfigurationException(
+                    f"training_step gave 'count' as {type(count).__name__}; it must be the number of samples or tokens in the batch."
+                )
     if not isinstance(loss, torch.Tensor):
         got = f"a dict with the keys {', '.join(map(repr, output)) or 'none'}" if isinstance(output, dict) else type(loss).__name__
         raise MisconfigurationException(f"training_step returned {got}. {_EXPECTED}")

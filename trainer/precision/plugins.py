@@ -73,7 +73,10 @@ class Precision:
         return optimizer.step() if closure is None else optimizer.step(closure)
 
     def update(self) -> None:
-        """Adapt the loss scale, once a step after every optimizer was offered one."""
+        """Adapt the loss scale, once a step after every optimizer was offered one; nothing happens where none was."""
+
+    stepped: bool = False
+    """True from an optimizer's step to the `update` that follows."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -141,6 +144,7 @@ class MixedPrecision(Precision):
         self.dtype = torch.float16 if self.precision == "16-mixed" else torch.bfloat16
         if self.precision == "16-mixed":
             self.scaler = torch.amp.GradScaler(self.device) if scaler is None else scaler
+        self._unscaled: set[int] = set()  # the optimizers whose gradients are at their true size
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device, dtype=self.dtype)
@@ -149,17 +153,21 @@ class MixedPrecision(Precision):
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.scaler is not None:
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
             self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if self.scaler is None:
             return super().step(optimizer, closure)
+        self.stepped = True
         return self.scaler.step(optimizer)
 
     def update(self) -> None:
-        if self.scaler is not None:
+        if self.scaler is not None and (self.stepped or self._unscaled):
             self.scaler.update()
+            self._unscaled.clear()
+            self.stepped = False
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()

@@ -54,13 +54,6 @@ class Strategy:
     def sync_buffers(self) -> None:
         """Give all ranks rank 0's buffers, so that validation and checkpoints see one set. Collective."""
 
-    def after_first_backward(self) -> None:
-        """Look at the gradients of the first step and refuse what cannot train.
-
-        Raises:
-            MisconfigurationException: where the strategy finds that it cannot work with the module.
-        """
-
     def state_dict(self) -> dict[str, Any]:
         """Return the bare module's weights; keys never carry a wrapper's prefix."""
         return self.module.state_dict()
@@ -74,7 +67,7 @@ class Strategy:
             module.to(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = ("module", "dist", "training_step", "_ddp", "_previous_device")
+        dropped = ("module", "dist", "training_step", "_ddp", "_complete", "_previous_device")
         return {k: v for k, v in self.__dict__.items() if k not in dropped}
 
 

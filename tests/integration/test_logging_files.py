@@ -1,0 +1,140 @@
+"""What TensorBoard shows after a run: charts, the x axis, the HParams tab, the number of event files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+from callbacks import CSVLogger, ModelCheckpoint, TensorBoardLogger
+from tests.helpers.modules import Scalar, loader, quiet
+
+
+def read(folder: Path) -> EventAccumulator:
+    """Return the events of the one event file in `folder`."""
+    (file,) = folder.glob("events.out.tfevents*")
+    return EventAccumulator(str(file)).Reload()
+
+
+def points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(folder).Scalars(tag)]
+
+
+class Both(Scalar):
+    """Logs "loss" in training (-1 a step) and in validation."""
+
+    def __init__(self, lr: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss = (self.w * batch).mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("loss", (self.w * batch).mean())
+
+
+def test_c35_the_event_file_holds_one_point_a_step(own_directory: Path) -> None:
+    trainer = quiet(max_epochs=1, logger=True, accumulate_grad_batches=4, log_every_n_steps=1)
+    trainer.fit(Both(), loader([1] * 8))
+    folder = own_directory / "runs" / "version_0"
+    assert Path(trainer.log_dir) == folder
+    assert points(folder, "loss") == [(1, 0.0), (2, -1.0)]
+
+
+def test_c36_training_and_validation_of_a_name_share_a_chart_and_the_unit(own_directory: Path) -> None:
+    quiet(max_epochs=2, logger=True, accumulate_grad_batches=2, log_every_n_steps=1).fit(Both(), loader([1] * 4), loader([1]))
+    folder = own_directory / "runs" / "version_0"
+    assert points(folder, "loss") == [(1, 0.0), (2, -1.0), (3, -2.0), (4, -3.0)]
+    assert points(folder / "val", "loss") == [(2, -2.0), (4, -4.0)]
+    assert [step for step, _ in points(folder, "epoch")] == [1, 2, 3, 4]
+
+
+def test_c36_in_a_csv_file_the_names_are_told_apart(own_directory: Path) -> None:
+    quiet(max_epochs=1, logger=CSVLogger(), log_every_n_steps=1).fit(Both(), loader([1, 1]), loader([1]))
+    lines = (own_directory / "csv_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert lines[0] == "step,epoch,loss,val_loss"
+    assert [line.split(",")[0] for line in lines[1:]] == ["1", "2", "2"]
+
+
+def session(folder: Path) -> tuple[dict[str, Any], set[str], EventAccumulator]:
+    """Return the hyper-parameters of a run, its scalar tags and all its events."""
+    events = read(folder)
+    data = events.SummaryMetadata
+    started = data(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    info = plugin_data_pb2.HParamsPluginData.FromString(started).session_start_info
+    params = {name: value.number_value or value.string_value for name, value in info.hparams.items()}
+    return params, set(events.Tags()["scalars"]), events
+
+
+def test_c38_hyperparameters_of_two_runs_with_their_real_results(own_directory: Path) -> None:
+    last, best = {}, {}
+    for version, lr in enumerate((0.1, 0.01)):
+        keeper = ModelCheckpoint(monitor="val", mode="max")
+
+        class Validating(Both):
+            def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+                self.log("val", -(self.w + 0.2).abs())
+
+        trainer = quiet(max_epochs=3, logger=TensorBoardLogger(), callbacks=[keeper], log_every_n_steps=1)
+        trainer.fit(Validating(lr), loader([1]), loader([1]))
+        folder = own_directory / "runs" / f"version_{version}"
+        params, tags, events = session(folder)
+        assert params == {"lr": lr}
+        assert "hp_metric" not in tags
+        assert not [event for tag in tags for event in events.Scalars(tag) if event.value == -1]
+        last[lr], best[lr] = events.Scalars("val")[-1].value, events.Scalars("best/val")[-1].value
+        assert len(list(folder.rglob("events.out.tfevents*"))) == 1
+    assert last == pytest.approx({0.1: -0.1, 0.01: -0.17})
+    assert best == pytest.approx({0.1: 0.0, 0.01: -0.17}, abs=1e-6)
+
+
+def test_hyperparameters_of_module_and_data_module_unless_told_not_to(own_directory: Path) -> None:
+    from trainer import DataModule
+
+    class Data(DataModule):
+        def __init__(self, size: int = 3) -> None:
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return loader(range(self.hparams.size))
+
+    class Hidden(Both):
+        def __init__(self, secret: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters(logger=False)
+
+    quiet(max_epochs=1, logger=CSVLogger()).fit(Both(), datamodule=Data())
+    assert (own_directory / "csv_logs" / "version_0" / "hparams.yaml").read_text().split() == ["size:", "3", "lr:", "1.0"]
+    quiet(max_epochs=1, logger=CSVLogger()).fit(Hidden(), datamodule=Data())
+    assert (own_directory / "csv_logs" / "version_1" / "hparams.yaml").read_text().split() == ["size:", "3"]
+
+
+def test_a_second_fit_of_a_trainer_writes_on_and_several_loggers_get_the_same(own_directory: Path) -> None:
+    trainer = quiet(max_epochs=1, logger=[TensorBoardLogger(name="a"), CSVLogger(name="b")], log_every_n_steps=1)
+    module = Both()
+    trainer.fit(module, loader([1, 1]))
+    trainer.max_epochs = 2
+    trainer.fit(module, loader([1, 1]))
+    assert sorted(p.name for p in own_directory.iterdir()) == ["a", "b"]
+    assert points(own_directory / "a" / "version_0", "loss") == [(1, 0.0), (2, -1.0), (3, -2.0), (4, -3.0)]
+    rows = (own_directory / "b" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert [row.split(",")[2] for row in rows[1:]] == ["0.0", "-1.0", "-2.0", "-3.0"]
+
+
+def test_the_folder_is_fixed_when_the_trainer_is_made(own_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet(max_epochs=1, logger=CSVLogger(), log_every_n_steps=1)
+    (own_directory / "elsewhere").mkdir()
+    monkeypatch.chdir(own_directory / "elsewhere")
+    trainer.fit(Both(), loader([1]))
+    assert (own_directory / "csv_logs" / "version_0" / "metrics.csv").exists()
+    assert list((own_directory / "elsewhere").iterdir()) == []
