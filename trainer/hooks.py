@@ -40,7 +40,8 @@ class HookTable:
                 for callback in callbacks
                 if name in CALLBACK_HOOKS and overrides(callback, Callback, name)
             ]
-            if name in MODULE_HOOKS and overrides(module, TrainModule, name) or name.endswith("_model_eval"):
+            does_something = name.endswith(("_model_eval", "_model_zero_grad"))
+            if name in MODULE_HOOKS and (does_something or overrides(module, TrainModule, name)):
                 found.append(getattr(module, name))
             if name == "on_exception" and data is not None and overrides(data, DataModule, name):
                 found.append(data.on_exception)

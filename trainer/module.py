@@ -43,7 +43,7 @@ class ModuleHooks:
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """After it."""
     def on_validation_model_eval(self) -> None: """Put the module into eval mode (default: `self.eval()`)."""; self.eval()  # type: ignore[attr-defined]
     def on_validation_model_train(self) -> None: """Validation is over; the mode of every sub-module was put back already."""
-    def on_validation_model_zero_grad(self) -> None: """Before validation inside a fit: override to free gradients."""
+    def on_validation_model_zero_grad(self) -> None: """Before validation inside a fit: frees the gradients' memory."""; self.zero_grad()  # type: ignore[attr-defined]
     def on_test_start(self) -> None: """Before testing."""
     def on_test_end(self) -> None: """After testing."""
     def on_test_epoch_start(self) -> None: """Before the first test batch."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import glob
 import os
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-import callbacks as callback_package
 from trainer import config, launchers, outcome
 from trainer.checkpoint import find, io
 from trainer.config import Settings
 from trainer.datamodule import DataModule
+from trainer.defaults import make_callbacks, make_loggers
 from trainer.devices import resolve as resolve_devices
-from trainer.errors import CheckpointError, MisconfigurationException
+from trainer.errors import MisconfigurationException
 from trainer.face import Face
+from trainer.job import Job, Task
 from trainer.loops import evaluate, fit, predict
 from trainer.loops.precheck import check_job
 from trainer.module import TrainModule
@@ -26,41 +26,12 @@ from trainer.precision import Precision
 from trainer.record import misplaced
 from trainer.results import Results
 from trainer.run import Run
-from trainer.seed import rng_state, set_rng_state
 from trainer.strategies import Strategy
 from trainer.world import World
 
 __all__ = ["Trainer"]
 
 _LOOPS = {"fit": fit.fit, "validate": evaluate.evaluate, "test": evaluate.evaluate, "predict": predict.predict}
-
-
-@dataclass
-class Job:
-    """One call of `fit`, `validate`, `test` or `predict`, as it travels to the processes that do it."""
-
-    fn: str
-    module: TrainModule
-    datamodule: DataModule | None
-    loaders: dict[str, Any]
-    ckpt_path: str | None
-    weights_only: bool = True
-    verbose: bool = True
-    return_predictions: bool = True
-
-
-class Task:
-    """A job and its trainer, callable in the process of one rank."""
-
-    def __init__(self, trainer: Trainer, job: Job) -> None:
-        self.trainer, self.job = trainer, job
-        self.rng = rng_state(devices=False)  # rank 0 continues the caller's random streams
-
-    def __call__(self, world: World) -> dict[str, Any] | None:
-        if world.rank == 0:
-            set_rng_state(self.rng)
-        value = self.trainer._execute(world, self.job)
-        return outcome.collect(self.trainer, self.job, value) if world.rank == 0 else None
 
 
 class Trainer(Face):
@@ -221,8 +192,8 @@ class Trainer(Face):
             resume=resume,
             timeout=config.duration("timeout", timeout),
         )
-        self.loggers = [] if quiet else _make_loggers(logger)
-        self.callbacks = _make_callbacks(
+        self.loggers = [] if quiet else make_loggers(logger)
+        self.callbacks = make_callbacks(
             callbacks,
             checkpoint=not quiet and enable_checkpointing is not False,
             bar=not barebones and enable_progress_bar is not False,
@@ -273,7 +244,7 @@ class Trainer(Face):
         if self._makes_processes():
             self._launch(job)
         else:
-            self._execute(self._world, job)
+            self.execute(self._world, job)
 
     def validate(
         self,
@@ -327,11 +298,11 @@ class Trainer(Face):
         """
         job = self._job("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, weights_only=weights_only)
         job.return_predictions = return_predictions is not False
-        return self._launch(job) if self._makes_processes() else self._execute(self._world, job)
+        return self._launch(job) if self._makes_processes() else self.execute(self._world, job)
 
     def _evaluate(self, fn: str, model: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any, weights_only: bool) -> Any:
         job = self._job(fn, model, datamodule, {fn: loaders}, ckpt_path, weights_only=weights_only)
-        found = self._launch(job) if self._makes_processes() else self._execute(self._world, job)
+        found = self._launch(job) if self._makes_processes() else self.execute(self._world, job)
         if verbose and self.is_global_zero:
             for index, numbers in enumerate(found):
                 self.print(_table(fn, index if len(found) > 1 else None, numbers))
@@ -344,6 +315,8 @@ class Trainer(Face):
             if isinstance(given, DataModule):
                 loaders[stage], datamodule = None, given
         if model is None:
+            if fn != "fit" and ckpt_path is None and self._module is not None:
+                ckpt_path = self._best_of_last_fit(fn)
             model = self._module
             datamodule = datamodule or (None if any(v is not None for v in loaders.values()) else self._datamodule)
         job = Job(fn, model, datamodule, loaders, None, **options)
@@ -353,6 +326,13 @@ class Trainer(Face):
         self._module, self._datamodule = model, datamodule
         job.ckpt_path = find.resolve(ckpt_path, self.checkpoint_callbacks, self._checkpoint_folders())
         return job
+
+    def _best_of_last_fit(self, fn: str) -> str | None:
+        """Without a model and a path, the best checkpoint of the fit before is meant, where there is one: as in Lightning, said aloud."""
+        best = next((c.best_model_path for c in self.checkpoint_callbacks if c.best_model_path), None)
+        if best is not None:
+            self.warn(f"trainer.{fn}() without a model uses the best checkpoint, {best}. Pass the model to use its current weights.")
+        return best
 
     def _checkpoint_folders(self) -> list[str]:
         """Where earlier runs with these settings left checkpoints."""
@@ -375,7 +355,7 @@ class Trainer(Face):
             raise
         return outcome.apply(self, job, found)
 
-    def _execute(self, world: World, job: Job) -> Any:
+    def execute(self, world: World, job: Job) -> Any:
         """Run the job in this process, as the rank that `world` says. Collective."""
         self._world, self._module, self._datamodule = world, job.module, job.datamodule
         self.results.fn, self.results.status, self.results.ckpt_path = job.fn, "running", job.ckpt_path
@@ -509,37 +489,6 @@ def _status_of(error: BaseException) -> str:
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _make_loggers(logger: Any) -> list[Any]:
-    if logger is False:
-        return []
-    if logger is None or logger is True:
-        return [callback_package.TensorBoardLogger()]
-    found = list(logger) if isinstance(logger, (list, tuple)) else [logger]
-    for one in found:
-        if not isinstance(one, callback_package.Logger):
-            raise MisconfigurationException(f"logger must be True, False, a Logger or a list of them; got {type(one).__name__}.")
-    return found
-
-
-def _make_callbacks(given: Any, checkpoint: bool, bar: bool, summary: bool, forbid_checkpoint: bool) -> list[Any]:
-    """The user's callbacks, then the default ones that are missing; checkpoints last, so that they see what others did."""
-    found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    for one in found:
-        if not isinstance(one, callback_package.Callback):
-            raise MisconfigurationException(f"callbacks must be Callback objects; got {type(one).__name__}. Did you pass the class?")
-        callback_package.callback.check_hook_names(type(one), callback_package.callback.HOOKS)
-    has = {attribute: any(hasattr(c, attribute) for c in found) for attribute in ("best_model_path", "get_metrics")}
-    if forbid_checkpoint and has["best_model_path"]:
-        raise MisconfigurationException("enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; drop one of the two.")
-    if bar and not has["get_metrics"]:
-        found.append(callback_package.TQDMProgressBar())
-    if summary and not any(isinstance(c, callback_package.ModelSummary) for c in found):
-        found.append(callback_package.ModelSummary())
-    if checkpoint and not has["best_model_path"]:
-        found.append(callback_package.ModelCheckpoint())
-    return sorted(found, key=lambda c: hasattr(c, "best_model_path"))
 
 
 def _table(fn: str, index: int | None, numbers: dict[str, float]) -> str:

@@ -272,3 +272,20 @@ def test_load_from_checkpoint_names_a_missing_file(saved):
     _, path = saved
     with pytest.raises(CheckpointError, match="sized.ckp: there is no such file. Did you mean 'sized.ckpt'"):
         Sized.load_from_checkpoint(str(path)[:-1])
+
+
+def test_without_a_model_the_best_checkpoint_is_meant(tmp_path):
+    class Rising(Scalar):
+        def validation_step(self, batch, batch_idx):
+            self.log("val", float(self.current_epoch))
+
+        def test_step(self, batch, batch_idx):
+            self.log("w", self.w.detach())
+
+    module, data = Rising(), loader(torch.ones(2))
+    trainer = quiet(max_epochs=2, callbacks=[ModelCheckpoint(tmp_path, monitor="val")])
+    trainer.fit(module, data, data)
+    with pytest.warns(UserWarning, match="uses the best checkpoint"):
+        assert trainer.test(dataloaders=data)[0]["w"] == -2.0  # of epoch 0
+    module.w.data.fill_(7.0)
+    assert trainer.test(module, data)[0]["w"] == 7.0

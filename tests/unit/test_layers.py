@@ -25,7 +25,7 @@ FROM_CALLBACKS = {
     "trainer": {"callbacks", "callbacks.callback"},
     "trainer.errors": {"callbacks.errors"},
     "trainer.hooks": {"callbacks.callback"},
-    "trainer.trainer": {"callbacks"},
+    "trainer.defaults": {"callbacks", "callbacks.callback"},
 }
 
 

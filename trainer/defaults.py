@@ -1,0 +1,42 @@
+"""The loggers and callbacks of a trainer: the user's, and the default ones that are missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import callbacks as callback_package
+from callbacks.callback import HOOKS, check_hook_names
+from trainer.errors import MisconfigurationException
+
+__all__ = ["make_callbacks", "make_loggers"]
+
+
+def make_loggers(logger: Any) -> list[Any]:
+    if logger is False:
+        return []
+    if logger is None or logger is True:
+        return [callback_package.TensorBoardLogger()]
+    found = list(logger) if isinstance(logger, (list, tuple)) else [logger]
+    for one in found:
+        if not isinstance(one, callback_package.Logger):
+            raise MisconfigurationException(f"logger must be True, False, a Logger or a list of them; got {type(one).__name__}.")
+    return found
+
+
+def make_callbacks(given: Any, checkpoint: bool, bar: bool, summary: bool, forbid_checkpoint: bool) -> list[Any]:
+    """The user's callbacks, then the default ones that are missing; checkpoints last, so that they see what others did."""
+    found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for one in found:
+        if not isinstance(one, callback_package.Callback):
+            raise MisconfigurationException(f"callbacks must be Callback objects; got {type(one).__name__}. Did you pass the class?")
+        check_hook_names(type(one), HOOKS)
+    has = {attribute: any(hasattr(c, attribute) for c in found) for attribute in ("best_model_path", "get_metrics")}
+    if forbid_checkpoint and has["best_model_path"]:
+        raise MisconfigurationException("enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; drop one of the two.")
+    if bar and not has["get_metrics"]:
+        found.append(callback_package.TQDMProgressBar())
+    if summary and not any(isinstance(c, callback_package.ModelSummary) for c in found):
+        found.append(callback_package.ModelSummary())
+    if checkpoint and not has["best_model_path"]:
+        found.append(callback_package.ModelCheckpoint())
+    return sorted(found, key=lambda c: hasattr(c, "best_model_path"))

@@ -1,0 +1,42 @@
+"""One call of `fit`, `validate`, `test` or `predict`, in the form in which it travels to the processes that do it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer import outcome
+from trainer.datamodule import DataModule
+from trainer.module import TrainModule
+from trainer.seed import rng_state, set_rng_state
+from trainer.world import World
+
+__all__ = ["Job", "Task"]
+
+
+@dataclass
+class Job:
+    """What was asked for."""
+
+    fn: str
+    module: TrainModule
+    datamodule: DataModule | None
+    loaders: dict[str, Any]
+    ckpt_path: str | None
+    weights_only: bool = True
+    verbose: bool = True
+    return_predictions: bool = True
+
+
+class Task:
+    """A job and its trainer, callable in the process of one rank."""
+
+    def __init__(self, trainer: Any, job: Job) -> None:
+        self.trainer, self.job = trainer, job
+        self.rng = rng_state(devices=False)  # rank 0 continues the caller's random streams
+
+    def __call__(self, world: World) -> dict[str, Any] | None:
+        if world.rank == 0:
+            set_rng_state(self.rng)
+        value = self.trainer.execute(world, self.job)
+        return outcome.collect(self.trainer, self.job, value) if world.rank == 0 else None

@@ -1,0 +1,146 @@
+"""The checkpoints of a run: what is read at its start, what is written at a boundary."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from trainer.checkpoint import io, state
+from trainer.errors import CheckpointError
+from trainer.metrics import is_metric, merge_states
+from trainer.seed import derive, rng_state, seed_rngs, set_rng_state
+
+__all__ = ["Saving"]
+
+
+class Saving:
+    """The part of `Run` that knows checkpoints."""
+
+    def load_table(self) -> dict[str, Any] | None:
+        path = self.job.ckpt_path
+        if path is None:
+            return None
+        table = io.load(path, weights_only=self.job.weights_only)
+        state.check_format(table, path)
+        self.module.on_load_checkpoint(table)
+        if self.fn == "fit":
+            for part in self.module.modules():
+                if is_metric(part):  # of a run that was interrupted: an epoch begins, or goes on, with what the file holds
+                    part.reset()
+        state.restore_module(self.module, table, strict=self.module.strict_loading)
+        if self.datamodule is not None and table.get(type(self.datamodule).__qualname__):
+            self.datamodule.load_state_dict(table[type(self.datamodule).__qualname__])
+        if self.fn == "fit":
+            for callback in self.callbacks:
+                callback.on_load_checkpoint(self.trainer, self.module, table)
+            state.restore_callbacks(self.callbacks, table)
+        return table
+
+    def restore(self, table: dict[str, Any] | None) -> None:
+        """Put back what a checkpoint holds besides weights; without one, what an earlier fit left in the middle of an epoch."""
+        if table is None:
+            self._place_sums(self.trainer.results.sums)
+            return
+        state.restore_training(table, self.optimizers, [c.scheduler for c in self.schedulers], self.precision, warnings.warn)
+        self.progress.load_state_dict(state.progress_of(table).state_dict())
+        self.trainer.results.restore_metrics(table.get("metrics") or {})
+        self.position = table.get("data")
+        if table.get("seed") is not None:
+            if self.settings.seed not in (None, table["seed"]):
+                self.trainer.warn(
+                    f"The checkpoint was made with seed={table['seed']}, and the rest of the run follows from it; seed={self.settings.seed} is "
+                    "not used."
+                )
+            self.seed = table["seed"]
+            self.loaders.reseed(self.seed)
+        self._place_rank_states(table.get("ranks") or [])
+
+    def _place_rank_states(self, ranks: list[dict[str, Any]]) -> None:
+        """Take this rank's random state and epoch sums; with another number of ranks, sums go to rank 0, streams are derived."""
+        rank, size = self.world.rank, self.world.world_size
+        if len(ranks) == size:
+            mine = ranks[rank]
+            self.saved_rng, self.position = mine["rng"], mine["data"]
+        elif ranks:
+            if rank == 0:
+                self.saved_rng = ranks[0]["rng"]
+            else:
+                seed_rngs(derive(self.seed, "rank", rank, "step", self.progress.step))
+        self._place_sums([r["metrics"] for r in ranks])
+
+    def _place_sums(self, by_rank: list[dict[str, Any]]) -> None:
+        """Take this rank's epoch sums; with another number of ranks rank 0 takes all."""
+        if len(by_rank) == self.world.world_size:
+            self.saved_sums = by_rank[self.world.rank]
+        elif by_rank and self.world.rank == 0:
+            self.saved_sums = merge_states(by_rank)
+
+    def leave(self) -> None:
+        """Leave in the trainer's results what a further fit needs to go on in the middle of an epoch. Collective."""
+        inside = self.progress.batch and not self.progress.epoch_ended
+        self.trainer.results.sums = self.dist.gather(self.collector.state_dict()) if inside else []
+
+    def restore_streams(self) -> None:
+        """Continue the random streams of the checkpoint; called just before the first batch."""
+        if self.saved_rng is not None:
+            set_rng_state(self.saved_rng)
+            self.saved_rng = None
+
+    def checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
+        """Return the table of a checkpoint of this moment. Collective."""
+        self.strategy.sync_buffers()
+        ranks = [] if weights_only else self.dist.gather(self._rank_state())
+        table = state.assemble(
+            module_state=self.strategy.state_dict(),
+            progress=self.progress,
+            hparams=self.module.hparams,
+            data_hparams=self.datamodule.hparams if self.datamodule is not None else {},
+            optimizers=self.optimizers,
+            schedulers=[config.scheduler for config in self.schedulers],
+            callbacks=state.callback_keys(self.callbacks),
+            precision=self.precision,
+            data=self.position,
+            ranks=ranks,
+            seed=self.seed,
+            weights_only=weights_only,
+        )
+        if not weights_only:
+            table["metrics"] = {name: float(v) for name, v in self.trainer.results.callback_metrics.items()}
+            if self.datamodule is not None and (data_state := self.datamodule.state_dict()):
+                table[type(self.datamodule).__qualname__] = data_state
+        for callback in self.callbacks:
+            callback.on_save_checkpoint(self.trainer, self.module, table)
+        self.module.on_save_checkpoint(table)
+        return table
+
+    def _rank_state(self) -> dict[str, Any]:
+        """What differs from rank to rank: random streams, epoch sums, and the place in data that shard themselves.
+
+        Until they are put in place, just before the first batch, those of the file that is resumed are still the true ones.
+        """
+        rng = rng_state() if self.saved_rng is None else self.saved_rng
+        sums = self.collector.state_dict() if self.saved_sums is None else self.saved_sums
+        return {"rng": rng, "metrics": sums, "data": self.position}
+
+    def save_checkpoint(self, path: Any, weights_only: bool = False) -> None:
+        """Write a checkpoint now where the state is whole, else at the coming boundary. Collective.
+
+        Between the first batch of a step and the boundary after it, hooks, validation and epoch numbers are still to come, of
+        which a resume could not know. A run that is failing reaches no boundary: it saves what there is.
+
+        Raises:
+            CheckpointError: on every rank, when rank 0 could not write.
+        """
+        if not self.whole and not self.failing:
+            self.requests.append(lambda trainer: self.save_checkpoint(path, weights_only))
+            return
+        table = self.checkpoint(weights_only)
+        problem = None
+        if self.world.is_global_zero:
+            try:
+                self.trainer.checkpoint_io.save_checkpoint(state.finish(table), path)
+            except CheckpointError as error:
+                problem = error
+        problem = self.dist.broadcast(problem)
+        if problem is not None:
+            raise problem
