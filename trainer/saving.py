@@ -126,11 +126,13 @@ class Saving:
         """Write a checkpoint now where the state is whole, else at the coming boundary. Collective.
 
         Between the first batch of a step and the boundary after it, hooks, validation and epoch numbers are still to come, of
-        which a resume could not know. A run that is failing reaches no boundary: it saves what there is.
+        which a resume could not know. A run that is failing reaches no boundary: alone it saves what there is.
 
         Raises:
-            CheckpointError: on every rank, when rank 0 could not write.
+            CheckpointError: on every rank, when rank 0 could not write; on a rank of several that is failing.
         """
+        if self.failing and not self.dist.alone:
+            raise CheckpointError(f"Could not save the checkpoint to {path}: the run is failing, and a save needs all ranks.")
         if not self.whole and not self.failing:
             self.requests.append(lambda trainer: self.save_checkpoint(path, weights_only))
             return

@@ -390,7 +390,8 @@ class Trainer(Face):
     def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False, storage_options: Any = None) -> None:
         """Write a checkpoint from which a resume continues exactly here, whole or not at all. Collective.
 
-        Inside an accumulation window it is written at the coming step boundary. After a fit it holds weights, counters and
+        In a hook (or step) between the first batch of an optimizer step and the boundary after it, it is written at that boundary, when
+        validation and epoch numbers that belong to the step are there as well. After a fit it holds weights, counters and
         hyper-parameters.
 
         Raises:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.helpers.modules import Scalar, loader, quiet
 from tests.helpers.ranks import run_ranks
-from tests.helpers.resume import EveryStep, Noisy, assert_continues, noisy_loader, train
+from tests.helpers.resume import EveryStep, Noisy, Stop, assert_continues, noisy_loader, train
 
 DDP = {"strategy": "ddp", "devices": 2}
 
@@ -30,6 +31,24 @@ def test_c03_every_rank_resumes_to_the_bit(tmp_path):
     assert len(set(draws)) == len(draws)  # no stream is shared
     for start in (0, 4):
         assert sorted(sum((entry[1] for steps in (first, second) for entry in steps[start : start + 4]), [])) == list(range(23))
+
+
+def test_a_failing_rank_does_not_wait_for_the_others_to_save(tmp_path):
+    class Dying(Scalar):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.global_rank == 1 and batch_idx == 2:
+                raise Stop
+
+        def on_exception(self, exception):
+            if isinstance(exception, Stop):
+                self.trainer.save_checkpoint(tmp_path / "dying.ckpt")
+
+    def task():
+        quiet(max_epochs=1, **DDP).fit(Dying(), loader(range(8)))
+
+    with pytest.raises(Stop):
+        run_ranks(task, timeout=30)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_resume_on_ranks_with_validation_inside_the_epoch_and_accumulation(tmp_path):

@@ -32,7 +32,7 @@ def test_c04_any_interruptions_give_the_same_weight(tmp_path):
         for stops in combinations((1, 2, 3), count):
             resume_from = None
             for stop in (*stops, -1):
-                folder = tmp_path / f"{stops}-{stop}"
+                folder = tmp_path / f"{stops}"
                 weight = accumulate(stop, folder, resume_from)
                 assert weight == C04[stop - 1 if stop > 0 else -1]
                 resume_from = folder / "last.ckpt"

@@ -7,6 +7,7 @@ generators back, so fetching one batch earlier or later never shifts what the mo
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -140,12 +141,20 @@ class Items:
 
 
 class WorkerInit:
-    """Show a worker's code the user's data set in `get_worker_info().dataset`, then run the user's `worker_init_fn`."""
+    """Show a worker's code the user's data set in `get_worker_info().dataset`, then run the user's `worker_init_fn`.
+
+    What a forked worker inherits is never collected there: among it may be garbage of the rank (a process group, a DDP wrapper of
+    an earlier fit) whose destructor waits for threads that only the rank has.
+    """
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self.function = function
+        self.collects = True
 
     def __call__(self, worker_id: int) -> None:
+        gc.freeze()
+        if self.collects:
+            gc.enable()
         info = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses plain assignment
         if self.function is not None:
@@ -188,8 +197,21 @@ def read(loader: DataLoader, items: Iterator[Any], seed: int) -> Iterator[Any]:
     if loader.num_workers or (loader.pin_memory and torch.accelerator.is_available()):
         loader.sampler.now = items
         loader.generator.manual_seed(seed)
-        return iter(loader)
+        return _start_workers(loader)
     return map(loader.dataset.__getitem__, items)
+
+
+def _start_workers(loader: DataLoader) -> Iterator[Any]:
+    """Return `iter(loader)`; between fork and `WorkerInit` a worker collects no garbage."""
+    collects = gc.isenabled()
+    if isinstance(loader.worker_init_fn, WorkerInit):
+        loader.worker_init_fn.collects = collects
+    gc.disable()
+    try:
+        return iter(loader)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def end_workers(iterator: Any) -> None:
