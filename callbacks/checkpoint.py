@@ -30,7 +30,8 @@ class ModelCheckpoint(SaveTriggers):
         dirpath: Folder of the files. Default: "<log_dir>/checkpoints", without a logger "<default_root_dir>/checkpoints".
         filename: Name with metric fields, as in "{epoch}-{val_loss:.2f}"; default "{epoch}-{step}", written "epoch=0-step=2".
             A "/" in a metric's name becomes "_"; one in `filename` itself makes a sub-folder.
-        monitor: Metric that ranks the files. None keeps the newest. NaN ranks behind every number and is never best.
+        monitor: Metric that ranks the files. None keeps the newest. NaN ranks behind every number and is never best. A state is
+            ranked by a number of its own step alone; saved between two validations it is no candidate for "best".
         verbose: Print a line for each save.
         save_last: True keeps a full copy of the newest state as "last.ckpt". "link" makes "last.ckpt" a relative symbolic link to
             the newest file; a state that is not among the best is then saved too, and removed when a newer one is there.
@@ -101,6 +102,7 @@ class ModelCheckpoint(SaveTriggers):
 
         self._last_global_step_saved = -1
         self._warned: set[str] = set()
+        self._told_stale = False
 
     def _check_arguments(self) -> None:
         check_mode("ModelCheckpoint", self.mode)
@@ -141,21 +143,16 @@ class ModelCheckpoint(SaveTriggers):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the ranking of the run that is resumed; files in another folder stay where they are, unranked and untouched."""
-        self.best_model_path = state_dict.get("best_model_path", "")
-        then = state_dict.get("dirpath")
-        if self.dirpath is not None and then is not None and absolute(then) != self.dirpath:
-            warnings.warn(
-                f"ModelCheckpoint: dirpath was {then!r} and is now {self.dirpath!r}. Of the earlier run only best_model_path is taken"
-                " over; its files are neither ranked nor deleted.",
-                stacklevel=2,
-            )
-            return
-        for name in _RANKING:
+        """Take over the ranking of the run that is resumed; its files in another folder are ranked on, and never deleted."""
+        for name in ("best_model_path", *_RANKING):
             if name in state_dict:
                 setattr(self, name, state_dict[name])
         self.best_k_models = dict(self.best_k_models)
-        self._link_only_path = state_dict.get("link_only_path", "")
+        then = state_dict.get("dirpath")
+        if self.dirpath is None or then is None or absolute(then) == self.dirpath:
+            self._link_only_path = state_dict.get("link_only_path", "")
+        else:
+            self.last_model_path = ""  # `last` of this folder is still to come
 
     # -- hooks, besides those of the triggers ------------------------------------------------------------------------------
 
@@ -205,7 +202,7 @@ class ModelCheckpoint(SaveTriggers):
         if trainer.global_step == self._last_global_step_saved:
             return
         values = self._candidates(trainer)
-        score = self._score(values)
+        score = self._score(trainer, values)
         keep = self._wanted(score)
         if not keep and not self.save_last:
             return
@@ -262,10 +259,21 @@ class ModelCheckpoint(SaveTriggers):
     def _candidates(self, trainer: Any) -> dict[str, Any]:
         return {**trainer.callback_metrics, "epoch": self._asked_epoch, "step": trainer.global_step}
 
-    def _score(self, values: dict[str, Any]) -> torch.Tensor | None:
+    def _score(self, trainer: Any, values: dict[str, Any]) -> torch.Tensor | None:
+        """Return what ranks the state of this step; None without a number that belongs to it."""
         if self.monitor is None:
             return None
         if self.monitor in values:
+            measured = trainer.metric_steps.get(self.monitor, trainer.global_step)
+            if measured != trainer.global_step:
+                if self.every_n_train_steps and not self._told_stale:
+                    self._told_stale = True
+                    warnings.warn(
+                        f"ModelCheckpoint: {self.monitor!r} was measured at step {max(measured, 0)}, not at step {trainer.global_step}, so this "
+                        "state is not ranked. Validate at the steps that save, or use save_last=True.",
+                        stacklevel=2,
+                    )
+                return None
             self.current_score = torch.as_tensor(values[self.monitor]).detach().clone()
             return self.current_score
         error = missing_monitor("ModelCheckpoint", self.monitor, set(values) - {"epoch", "step"}, "Call self.log() with this name.")

@@ -133,6 +133,8 @@ class Face:
     callback_metrics = property(lambda self: self.results.callback_metrics, doc="All published numbers; equal on all ranks.")
     logged_metrics = property(lambda self: self.results.logged_metrics, doc="Those that went to loggers.")
 
+    metric_steps = property(lambda self: self.results.metric_steps, doc="Name -> the optimizer step at which it was last published.")
+
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Those logged with prog_bar=True."""

@@ -20,6 +20,7 @@ class Results:
     callback_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     logged_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     bar_metrics: dict[str, float] = field(default_factory=dict)
+    metric_steps: dict[str, int] = field(default_factory=dict)
     position: Any = None
     sums: list[dict[str, Any]] = field(default_factory=list)
     fn: str | None = None
@@ -31,13 +32,16 @@ class Results:
         self.callback_metrics.update({k: torch.tensor(v) for k, v in published.callback.items()})
         self.logged_metrics.update({k: torch.tensor(v) for k, v in published.logger.items()})
         self.bar_metrics.update(published.bar)
+        self.metric_steps.update(dict.fromkeys(published.callback, self.progress.step))
 
     def restore_metrics(self, numbers: dict[str, float]) -> None:
         """Take back the numbers of a checkpoint."""
         self.callback_metrics.update({k: torch.tensor(v) for k, v in numbers.items()})
+        self.metric_steps.update(dict.fromkeys(numbers, -1))
 
     def clear_metrics(self) -> None:
         """Forget all numbers: a new validation, test or fit starts."""
         self.callback_metrics.clear()
         self.logged_metrics.clear()
         self.bar_metrics.clear()
+        self.metric_steps.clear()

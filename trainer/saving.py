@@ -16,8 +16,11 @@ __all__ = ["Saving"]
 class Saving:
     """The part of `Run` that knows checkpoints."""
 
+    last_ranks: list[dict[str, Any]] | None = None  # the ranks' own states when the fit ended; set once it has
+
     def load_table(self) -> dict[str, Any] | None:
-        path = self.job.ckpt_path
+        """Read the checkpoint that the job names into module, data module and callbacks; return its table. Collective."""
+        path = self.job.ckpt_path = self.dist.broadcast(self.job.ckpt_path)  # "last" may look different from another node
         if path is None:
             return None
         table = io.load(path, weights_only=self.job.weights_only)
@@ -77,8 +80,9 @@ class Saving:
 
     def leave(self) -> None:
         """Leave in the trainer's results what a further fit needs to go on in the middle of an epoch. Collective."""
+        self.last_ranks = self.dist.gather(self._rank_state())
         inside = self.progress.batch and not self.progress.epoch_ended
-        self.trainer.results.sums = self.dist.gather(self.collector.state_dict()) if inside else []
+        self.trainer.results.sums = [state["metrics"] for state in self.last_ranks] if inside else []
 
     def restore_streams(self) -> None:
         """Continue the random streams of the checkpoint; called just before the first batch."""
@@ -90,8 +94,19 @@ class Saving:
         """Return the table of a checkpoint of this moment. Collective."""
         self.strategy.sync_buffers()
         ranks = [] if weights_only else self.dist.gather(self._rank_state())
+        return self._table(self.strategy.state_dict(), ranks, weights_only)
+
+    def final_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
+        """Return the table of a fit that is over and closed. It needs no other rank."""
+        self.module.trainer = self.trainer  # hooks may ask for it
+        try:
+            return self._table(self.module.state_dict(), self.last_ranks or [], weights_only)
+        finally:
+            self.module.__dict__.pop("_trainer", None)
+
+    def _table(self, module_state: dict[str, Any], ranks: list[dict[str, Any]], weights_only: bool) -> dict[str, Any]:
         table = state.assemble(
-            module_state=self.strategy.state_dict(),
+            module_state=module_state,
             progress=self.progress,
             hparams=self.module.hparams,
             data_hparams=self.datamodule.hparams if self.datamodule is not None else {},

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer import config, launchers, outcome
-from trainer.checkpoint import find, io
+from trainer.checkpoint import find, io, state
 from trainer.config import Settings
 from trainer.datamodule import DataModule
 from trainer.defaults import make_callbacks, make_loggers
@@ -124,6 +124,7 @@ class Trainer(Face):
         timeout: timedelta | float | None = None,
     ) -> None:
         self._run: Run | None = None
+        self._ended: Run | None = None  # the last fit in this process, for a checkpoint of its end
         self._module: TrainModule | None = None
         self._datamodule: DataModule | None = None
         self._world = World()
@@ -360,6 +361,8 @@ class Trainer(Face):
         self._world, self._module, self._datamodule = world, job.module, job.datamodule
         self.results.fn, self.results.status, self.results.ckpt_path = job.fn, "running", job.ckpt_path
         self.results.clear_metrics()
+        if job.fn == "fit" or job.ckpt_path is not None:
+            self._ended = None  # its optimizers no longer belong to the weights
         run = self._run = Run(self, world, job)
         status = "failed"
         try:
@@ -381,9 +384,11 @@ class Trainer(Face):
                 run.close(status)
             finally:
                 self._run = None
+            if job.fn == "fit" and status == "finished" and run.last_ranks is not None:
+                self._ended = run
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_run": None, "_started_by": None}
+        return {**self.__dict__, "_run": None, "_ended": None, "_started_by": None}
 
     # -- what callbacks and modules may call ---------------------------------------------------------------------------------
 
@@ -391,8 +396,8 @@ class Trainer(Face):
         """Write a checkpoint from which a resume continues exactly here, whole or not at all. Collective.
 
         In a hook (or step) between the first batch of an optimizer step and the boundary after it, it is written at that boundary, when
-        validation and epoch numbers that belong to the step are there as well. After a fit it holds weights, counters and
-        hyper-parameters.
+        validation and epoch numbers that belong to the step are there as well. After a fit it is the checkpoint of its end; only where
+        the fit ran in processes of its own, whose optimizers ended with them, it holds weights, counters and hyper-parameters alone.
 
         Raises:
             MisconfigurationException: before any run.
@@ -404,7 +409,13 @@ class Trainer(Face):
         if self._module is None:
             raise MisconfigurationException("trainer.save_checkpoint: there is no model yet; fit, validate, test or predict first.")
         if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(outcome.weights_table(self), path)
+            if self._ended is not None and self._ended.module is self._module:
+                table = state.finish(self._ended.final_checkpoint(weights_only))
+            else:
+                if self.results.fn == "fit" and not weights_only:
+                    self.warn(f"{path} holds weights and counters alone: the optimizer ended with the run. For resuming use ModelCheckpoint.")
+                table = outcome.weights_table(self)
+            self.checkpoint_io.save_checkpoint(table, path)
 
     def request_save(self, fulfil: Any) -> None:
         """Ask that `fulfil(trainer)` be called at the coming boundary, after the step's numbers were published. Ask on all ranks."""
@@ -429,6 +440,7 @@ class Trainer(Face):
         values = {name: torch.tensor(float(value)) for name, value in metrics.items()}
         self.results.callback_metrics.update(values)
         self.results.logged_metrics.update(values)
+        self.results.metric_steps.update(dict.fromkeys(values, self.global_step))
         run.to_loggers(dict(metrics), "train", step)
 
     def seed_everything(self, seed: int) -> None:

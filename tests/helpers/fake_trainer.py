@@ -23,6 +23,7 @@ class FakeTrainer(SimpleNamespace):
             "ckpt_path": None, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "log_every_n_steps": 1, "is_last_batch": False,
             "lightning_module": None, "optimizers": [], "lr_scheduler_configs": [], "num_training_batches": 4, "num_val_batches": [2],
             "num_test_batches": [2], "num_predict_batches": [2], "num_sanity_val_batches": [2], "max_epochs": 2,
+            "metric_steps": {},
         }  # fmt: skip
         super().__init__(**{**defaults, **changes})
         self.callbacks, self.requests, self.saved, self.logged, self.broadcasts, self.printed = list(callbacks), [], [], [], 0, []
@@ -73,7 +74,9 @@ class FakeTrainer(SimpleNamespace):
             fulfil(self)
 
     def set(self, **metrics: float) -> None:
-        self.callback_metrics.update({name.replace("__", "/"): torch.tensor(value) for name, value in metrics.items()})
+        named = {name.replace("__", "/"): torch.tensor(value) for name, value in metrics.items()}
+        self.callback_metrics.update(named)
+        self.metric_steps.update(dict.fromkeys(named, self.global_step))
 
     def epoch(self, steps: int = 1, **metrics: float) -> None:
         """An epoch of some steps, validated at its end if `enable_validation`."""

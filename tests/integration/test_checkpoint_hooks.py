@@ -143,7 +143,7 @@ def test_save_on_exception_saves_the_state_of_the_last_step(tmp_path, step):
 # -- outside of runs -----------------------------------------------------------------------------------------------------
 
 
-def test_save_after_fit_holds_weights_and_counters(tmp_path):
+def test_save_after_fit_is_the_checkpoint_of_its_end(tmp_path):
     trainer, module = quiet(max_epochs=2), Scalar()
     with pytest.raises(MisconfigurationException, match="there is no model yet"):
         trainer.save_checkpoint(tmp_path / "early.ckpt")
@@ -151,7 +151,9 @@ def test_save_after_fit_holds_weights_and_counters(tmp_path):
     trainer.save_checkpoint(tmp_path / "deep" / "after.ckpt")
     table = torch.load(tmp_path / "deep" / "after.ckpt", weights_only=True)
     assert table["state_dict"]["w"].item() == -6.0 and (table["global_step"], table["epoch"]) == (6, 1)
-    assert "optimizer_states" not in table
+    assert len(table["optimizer_states"]) == len(table["ranks"]) == 1 and table["progress"]["epoch_ended"]
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert "optimizer_states" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
     trainer.validate(_Evaluated(), loader([1]), ckpt_path=tmp_path / "deep" / "after.ckpt", verbose=False)
     assert trainer.callback_metrics["w"].item() == -6.0
 
@@ -289,3 +291,25 @@ def test_without_a_model_the_best_checkpoint_is_meant(tmp_path):
         assert trainer.test(dataloaders=data)[0]["w"] == -2.0  # of epoch 0
     module.w.data.fill_(7.0)
     assert trainer.test(module, data)[0]["w"] == 7.0
+
+
+class Checked(Noisy):
+    def validation_step(self, batch, batch_idx):
+        self.log("val", batch.sum())
+
+
+def test_a_checkpoint_saved_after_a_fit_resumes_exactly(tmp_path):
+    def fit(max_steps, path=None):
+        module = Checked()
+        trainer = quiet(max_steps=max_steps, seed=1)
+        trainer.fit(module, noisy_loader(10, batch_size=2), ckpt_path=path)
+        return module, trainer
+
+    whole, _ = fit(8)
+    part, trainer = fit(3)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    rest, _ = fit(8, tmp_path / "a.ckpt")
+    assert_equal(rest.state_dict(), whole.state_dict())
+    assert trainer.validate(part, noisy_loader(4)) is not None  # another run of the same weights changes nothing
+    trainer.save_checkpoint(tmp_path / "b.ckpt")
+    assert_equal(fit(8, tmp_path / "b.ckpt")[0].state_dict(), whole.state_dict())

@@ -90,8 +90,8 @@ def test_c08_with_saves_asked_for_by_validation(tmp_path: Path) -> None:
     trainer = FakeTrainer(tmp_path, [checkpoint], val_check_interval=2).start()
     for value in [5.0, 1.0, 5.0, 5.0]:
         trainer.step()
-        trainer.set(val_loss=value)
         trainer.global_step += 1
+        trainer.set(val_loss=value)
         trainer.hook("on_validation_end")
         trainer.boundary()
     assert names(tmp_path) == ["epoch=0-step=4.ckpt"]
@@ -380,17 +380,27 @@ def test_state_returns_plain_values_and_goes_on(tmp_path: Path) -> None:
     assert first.state_key == second.state_key
 
 
-def test_resuming_elsewhere_deletes_nothing_of_the_old_folder(tmp_path: Path) -> None:
+def test_resuming_elsewhere_ranks_on_and_deletes_nothing_of_the_old_folder(tmp_path: Path) -> None:
     first, _ = run(tmp_path, [3.0], save_last=True)
     second = ModelCheckpoint(dirpath=tmp_path / "new", monitor="val_loss")
-    with pytest.warns(UserWarning, match="dirpath was"):
-        second.load_state_dict(first.state_dict())
-    assert second.best_model_path == first.best_model_path
-    assert second.best_k_models == {}
+    second.load_state_dict(first.state_dict())
     trainer = FakeTrainer(tmp_path, [second]).start()
+    trainer.epoch(val_loss=4.0)
+    assert second.best_model_path == first.best_model_path
     trainer.epoch(val_loss=1.0)
-    trainer.epoch(val_loss=0.0)
+    assert names(tmp_path / "new") == ["epoch=1-step=2.ckpt"]
+    assert float(second.best_model_score) == 1.0
     assert names(tmp_path / "c") == ["epoch=0-step=1.ckpt", "last.ckpt"]
+
+
+def test_a_state_is_ranked_by_a_number_of_its_own_step_alone(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(dirpath=tmp_path / "c", monitor="val_loss", every_n_train_steps=1, save_top_k=3, save_last=True)
+    trainer = FakeTrainer(tmp_path, [checkpoint]).start()
+    trainer.step(val_loss=3.0)
+    with pytest.warns(UserWarning, match="measured at step 1, not at step 2"):
+        trainer.step()
+    assert [os.path.basename(path) for path in checkpoint.best_k_models] == ["epoch=0-step=1.ckpt"]
+    assert (tmp_path / "c" / "last.ckpt").read_text() == "epoch 0 step 2"
 
 
 def test_the_file_resumed_from_stays(tmp_path: Path) -> None:
