@@ -67,14 +67,14 @@ class Settings:
     timeout: timedelta | None
 
 
-def make_strategy(strategy: str | Strategy, processes: int) -> Strategy:
-    """Return the strategy object of a name; "auto" is one device, or DDP where there are several processes.
+def make_strategy(strategy: str | Strategy, devices: int) -> Strategy:
+    """Return the strategy object of a name; "auto" is one device, or DDP where there are several.
 
     Raises:
-        MisconfigurationException: for an unknown name (with the nearest), or one device's strategy for several.
+        MisconfigurationException: for an unknown name, with the nearest.
     """
     if strategy == "auto":
-        strategy = "ddp" if processes > 1 else "single_device"
+        strategy = "ddp" if devices > 1 else "single_device"
     if isinstance(strategy, str):
         if strategy not in _STRATEGIES:
             raise MisconfigurationException(
@@ -84,10 +84,6 @@ def make_strategy(strategy: str | Strategy, processes: int) -> Strategy:
         strategy = _STRATEGIES[strategy]()
     if not isinstance(strategy, Strategy):
         raise MisconfigurationException(f"strategy must be a name or a Strategy, got {type(strategy).__name__}.")
-    if processes > 1 and not strategy.distributed:
-        raise MisconfigurationException(
-            f"strategy={strategy.name!r} uses one device, but {processes} are asked for. Use strategy='ddp', or devices=1."
-        )
     return strategy
 
 

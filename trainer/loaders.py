@@ -23,6 +23,7 @@ class Loaders:
         module, datamodule: asked for loaders where none were given.
         given: stage -> what the caller passed to `fit` and friends, or nothing.
         limits: stage -> limit_*_batches.
+        place: which of how many shares of the data this process takes.
         shard: False leaves samplers alone (`use_distributed_sampler=False`).
         overfit: True takes training data in order and uses it for validation too.
     """
@@ -34,12 +35,13 @@ class Loaders:
         given: dict[str, Any],
         limits: dict[str, Any],
         dist: Dist,
+        place: tuple[int, int],
         seed: int,
         shard: bool = True,
         overfit: bool = False,
     ) -> None:
         self.module, self.datamodule, self.given, self.limits = module, datamodule, given, limits
-        self.dist, self.seed, self.shard, self.overfit = dist, seed, shard, overfit
+        self.dist, self.place, self.seed, self.shard, self.overfit = dist, place, seed, shard, overfit
         self.raw: dict[str, Any] = {}
         self._sources: dict[str, list[Source]] = {}
 
@@ -86,8 +88,8 @@ class Loaders:
                 loader,
                 train=train,
                 seed=self.seed,
-                rank=self.dist.world.rank,
-                world_size=self.dist.world.world_size,
+                rank=self.place[0],
+                world_size=self.place[1],
                 shard=self.shard,
                 limit=limit[i] if isinstance(limit, (list, tuple)) else limit,
                 shuffle=False if self.overfit else None,

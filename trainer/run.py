@@ -43,7 +43,7 @@ class Run(Saving, Stepping):
         self.datamodule = job.datamodule
         self.callbacks = list(trainer.callbacks)
         self.strategy, self.precision = trainer.strategy, trainer.precision_plugin
-        self.device = self.settings.devices.device(world.local_rank)
+        self.device = self.strategy.device(self.settings.devices, world.local_rank)
         self.dist = Dist(world, self.device.type, self.settings.timeout)
         self.progress: Progress = trainer.results.progress
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -136,7 +136,7 @@ class Run(Saving, Stepping):
         self.collector = Collector(self.dist, module.get_submodule)
         self.recorder = Recorder(self)
         self.loaders = Loaders(
-            module, self.datamodule, self.job.loaders, self.settings.limits, self.dist, self.seed,
+            module, self.datamodule, self.job.loaders, self.settings.limits, self.dist, self.strategy.data_place(self.world), self.seed,
             self.settings.use_distributed_sampler, bool(self.settings.overfit_batches),
         )  # fmt: skip
         self._undo.append(self.loaders.close)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 from typing import Any
 
 from trainer.checkpoint import io, state
@@ -44,7 +44,8 @@ class Saving:
         if table is None:
             self._place_sums(self.trainer.results.sums)
             return
-        state.restore_training(table, self.optimizers, [c.scheduler for c in self.schedulers], self.precision, warnings.warn)
+        loads = [partial(self.strategy.load_optimizer, optimizer) for optimizer in self.optimizers]
+        state.restore_training(table, loads, [c.scheduler for c in self.schedulers], self.precision)
         self.progress.load_state_dict(state.progress_of(table).state_dict())
         self.trainer.results.restore_metrics(table.get("metrics") or {})
         self.position = table.get("data")
@@ -94,23 +95,27 @@ class Saving:
         """Return the table of a checkpoint of this moment. Collective."""
         self.strategy.sync_buffers()
         ranks = [] if weights_only else self.dist.gather(self._rank_state())
-        return self._table(self.strategy.state_dict(), ranks, weights_only)
+        states = [] if weights_only else [self.strategy.optimizer_state(o) for o in self.optimizers]
+        return self._table(self.strategy.module_state(), states, ranks, weights_only)
 
     def final_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
         """Return the table of a fit that is over and closed. It needs no other rank."""
         self.module.trainer = self.trainer  # hooks may ask for it
         try:
-            return self._table(self.module.state_dict(), self.last_ranks or [], weights_only)
+            states = [optimizer.state_dict() for optimizer in self.optimizers]
+            return self._table(self.module.state_dict(), states, self.last_ranks or [], weights_only)
         finally:
             self.module.__dict__.pop("_trainer", None)
 
-    def _table(self, module_state: dict[str, Any], ranks: list[dict[str, Any]], weights_only: bool) -> dict[str, Any]:
+    def _table(
+        self, module_state: dict[str, Any], optimizer_states: list[Any], ranks: list[dict[str, Any]], weights_only: bool
+    ) -> dict[str, Any]:
         table = state.assemble(
             module_state=module_state,
             progress=self.progress,
             hparams=self.module.hparams,
             data_hparams=self.datamodule.hparams if self.datamodule is not None else {},
-            optimizers=self.optimizers,
+            optimizer_states=optimizer_states,
             schedulers=[config.scheduler for config in self.schedulers],
             callbacks=state.callback_keys(self.callbacks),
             precision=self.precision,

@@ -12,7 +12,7 @@ import torch
 from trainer.errors import MisconfigurationException
 from trainer.hooks import overrides
 from trainer.module import TrainModule
-from trainer.optim import LRSchedulerConfig, StepOptimizer, clip, parse_optimizers
+from trainer.optim import LRSchedulerConfig, StepOptimizer, parse_optimizers
 
 __all__ = ["Stepping"]
 
@@ -75,7 +75,7 @@ class Stepping:
             method = self.module.configure_gradient_clipping
             self.hooks.within("configure_gradient_clipping", method, optimizer, s.gradient_clip_val, s.gradient_clip_algorithm)
         elif s.gradient_clip_val:
-            clip(optimizer, s.gradient_clip_val, s.gradient_clip_algorithm)
+            self.strategy.clip(optimizer, s.gradient_clip_val, s.gradient_clip_algorithm)
 
     def take_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
         """What `optimizer.step()` of a StepOptimizer does, in manual optimization and in an overridden `optimizer_step`."""
@@ -116,7 +116,7 @@ class Stepping:
         optimizer = optimizer.optimizer if isinstance(optimizer, StepOptimizer) else optimizer
         if self.manual:
             self.precision.unscale(optimizer)
-        clip(optimizer, s.gradient_clip_val if value is None else value, algorithm or s.gradient_clip_algorithm)
+        self.strategy.clip(optimizer, s.gradient_clip_val if value is None else value, algorithm or s.gradient_clip_algorithm)
 
     def move_schedulers(self, configs: list[LRSchedulerConfig], count: int) -> None:
         """Advance the schedulers that are due after `count` steps or epochs."""

@@ -137,9 +137,9 @@ class Trainer(Face):
                 devices = world.local_world_size
             num_nodes = world.num_nodes if num_nodes == 1 else num_nodes
         found = resolve_devices(accelerator, devices)
-        processes = found.count * config.at_least("num_nodes", num_nodes, 1)
-        self.strategy = config.make_strategy(strategy, processes)
-        self._check_launch(found.count, num_nodes)
+        self.strategy = config.make_strategy(strategy, found.count * config.at_least("num_nodes", num_nodes, 1))
+        self.strategy.check(found.count, num_nodes)
+        self._check_launch(self.strategy.processes(found.count), num_nodes)
         plugins = config.plugins(plugins)
         precision = next((p for p in plugins if isinstance(p, Precision)), precision)
         self.precision_plugin = config.make_precision(precision, found.type)
@@ -202,10 +202,10 @@ class Trainer(Face):
             forbid_checkpoint=enable_checkpointing is False,
         )
 
-    def _check_launch(self, devices: int, num_nodes: int) -> None:
+    def _check_launch(self, processes: int, num_nodes: int) -> None:
         """Find out now whether the processes that exist, or can be made, are those that are asked for."""
         if self._started_by is not None:
-            self._started_by.check(devices, num_nodes)
+            self._started_by.check(processes, num_nodes)
         elif num_nodes > 1:
             raise MisconfigurationException(
                 f"num_nodes={num_nodes}: start the program on every node with torchrun (--nnodes={num_nodes}) or srun."
@@ -345,12 +345,12 @@ class Trainer(Face):
         return list(dict.fromkeys(folders))
 
     def _makes_processes(self) -> bool:
-        return self._started_by is None and self.strategy.distributed and self.settings.devices.count > 1
+        return self._started_by is None and self.strategy.processes(self.settings.devices.count) > 1
 
     def _launch(self, job: Job) -> Any:
         """Run the job in new processes of this machine, and take what comes back into the caller's objects."""
         try:
-            found = launchers.LocalLauncher(self.settings.devices.count).launch(Task(self, job))
+            found = launchers.LocalLauncher(self.strategy.processes(self.settings.devices.count)).launch(Task(self, job))
         except BaseException as error:
             self.results.fn, self.results.status = job.fn, _status_of(error)
             raise
@@ -384,7 +384,7 @@ class Trainer(Face):
                 run.close(status)
             finally:
                 self._run = None
-            if job.fn == "fit" and status == "finished" and run.last_ranks is not None:
+            if job.fn == "fit" and status == "finished" and run.last_ranks is not None and self.strategy.plain_afterwards:
                 self._ended = run
 
     def __getstate__(self) -> dict[str, Any]:

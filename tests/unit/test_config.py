@@ -95,7 +95,7 @@ def test_strategies_by_name_and_as_objects() -> None:
         ("single_device", 2, "uses one device, but 2 are asked for"),
     ):
         with pytest.raises(MisconfigurationException, match=message):
-            config.make_strategy(wrong, processes)
+            config.make_strategy(wrong, processes).check(processes, 1)
 
 
 def test_plugins() -> None:

@@ -27,7 +27,7 @@ def assemble(
     progress: Progress,
     hparams: Mapping[str, Any],
     data_hparams: Mapping[str, Any],
-    optimizers: Sequence[Any] = (),
+    optimizer_states: Sequence[Any] = (),
     schedulers: Sequence[Any] = (),
     callbacks: Mapping[str, Any] | None = None,
     precision: Any = None,
@@ -47,10 +47,10 @@ def assemble(
     }
     if not weights_only:
         table["progress"] = progress.state_dict()
-        table["optimizer_states"] = [optimizer.state_dict() for optimizer in optimizers]
+        table["optimizer_states"] = list(optimizer_states)
         table["lr_schedulers"] = [scheduler.state_dict() for scheduler in schedulers]
-        table["callbacks"] = {key: callback.state_dict() for key, callback in (callbacks or {}).items()}
-        table["callbacks"] = {key: state for key, state in table["callbacks"].items() if state}
+        states = {key: callback.state_dict() for key, callback in (callbacks or {}).items()}
+        table["callbacks"] = {key: state for key, state in states.items() if state}
         table["precision"] = precision.state_dict() if precision is not None else {}
         table["data"] = data
         table["ranks"] = list(ranks)
@@ -120,13 +120,9 @@ def restore_callbacks(callbacks: Sequence[Any], table: Mapping[str, Any]) -> Non
 
 
 def restore_training(
-    table: Mapping[str, Any],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    precision: Any,
-    warn: Callable[[str], None],
+    table: Mapping[str, Any], load_optimizers: Sequence[Callable[[Any], None]], schedulers: Sequence[Any], precision: Any
 ) -> None:
-    """Load the states of optimizers, schedulers and precision.
+    """Load the states of optimizers (each through a function that takes its state), schedulers and precision.
 
     Raises:
         CheckpointError: when the file holds weights alone, or another number of optimizers or schedulers.
@@ -136,15 +132,12 @@ def restore_training(
             "This checkpoint holds weights alone, so training cannot be resumed from it exactly. Save with weights_only=False "
             "(ModelCheckpoint(save_weights_only=False)), or load the weights with load_from_checkpoint and start a new fit."
         )
-    for word, objects, states in (
-        ("optimizer", optimizers, table["optimizer_states"]),
-        ("scheduler", schedulers, table.get("lr_schedulers", [])),
+    for word, loads, states in (
+        ("optimizer", load_optimizers, table["optimizer_states"]),
+        ("scheduler", [scheduler.load_state_dict for scheduler in schedulers], table.get("lr_schedulers", [])),
     ):
-        if len(objects) != len(states):
-            raise CheckpointError(
-                f"configure_optimizers made {len(objects)} {word}(s), but the checkpoint holds {len(states)}."
-            )
-        for thing, state in zip(objects, states, strict=True):
-            thing.load_state_dict(state)
-    if precision is not None:
-        precision.load_state_dict(table.get("precision") or {})
+        if len(loads) != len(states):
+            raise CheckpointError(f"configure_optimizers made {len(loads)} {word}(s), but the checkpoint holds {len(states)}.")
+        for load, state in zip(loads, states, strict=True):
+            load(state)
+    precision.load_state_dict(table.get("precision") or {})

@@ -130,7 +130,7 @@ def _pass(run: Any, stage: str, dist: Any = None, limit: int | None = None) -> P
 
 def _loader(run: Any, stage: str, source: Any, index: int, several: bool, limit: int | None) -> None:
     word, hooks = _WORD[stage], run.hooks
-    step = step_caller(getattr(run.module, _STEP[stage]), several, index)
+    step = step_caller(run.strategy.step(_STEP[stage]), several, index)
     hears_start, hears_end = hooks.used(f"on_{word}_batch_start"), hooks.used(f"on_{word}_batch_end")
     passing = source.epoch(run.progress.epoch if run.fn == "fit" else 0)
     copy_ahead(run, passing)

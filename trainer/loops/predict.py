@@ -37,7 +37,7 @@ def predict(run: Any) -> list[Any] | None:
 
 def _loader(run: Any, source: Any, index: int, several: bool, keep: bool) -> list[Any]:
     hooks, outputs = run.hooks, []
-    step = step_caller(run.module.predict_step, several, index)
+    step = step_caller(run.strategy.step("predict_step"), several, index)
     hears_start, hears_end = hooks.used("on_predict_batch_start"), hooks.used("on_predict_batch_end")
     passing = source.epoch(0)
     copy_ahead(run, passing)

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
+from trainer.devices import Devices
 from trainer.dist import Dist
+from trainer.errors import MisconfigurationException
+from trainer.optim import clip
+from trainer.world import World
 
 __all__ = ["SingleDeviceStrategy", "Strategy"]
 
@@ -27,12 +31,41 @@ class Strategy:
 
     name: str = ""
     distributed: bool = False
-    """True when each device gets a process of its own."""
+    """True when the devices are shared out over several processes."""
+    plain_afterwards: bool = True
+    """True when module and optimizers are plain ones after a run, from which a checkpoint can still be made."""
 
     module: Any = None
     dist: Dist
     root_device: torch.device = torch.device("cpu")
     training_step: Callable[..., Any]
+
+    # -- which processes, devices and samples, known before a run ---------------------------------------------------------
+
+    def processes(self, devices: int) -> int:
+        """Return how many processes share this node's `devices`."""
+        return devices if self.distributed else 1
+
+    def check(self, devices: int, num_nodes: int) -> None:
+        """Refuse numbers of devices and nodes that the strategy cannot use.
+
+        Raises:
+            MisconfigurationException: saying what to ask for.
+        """
+        if not self.distributed and devices * num_nodes > 1:
+            raise MisconfigurationException(
+                f"strategy={self.name!r} uses one device, but {devices * num_nodes} are asked for. Use strategy='ddp', or devices=1."
+            )
+
+    def device(self, devices: Devices, local_rank: int) -> torch.device:
+        """Return the device on which batches arrive in the process `local_rank` of a node."""
+        return devices.device(local_rank)
+
+    def data_place(self, world: World) -> tuple[int, int]:
+        """Return (which, of how many) shares of the data this process takes. Processes that hold parts of one model share one."""
+        return world.rank, world.world_size
+
+    # -- placing and wrapping ----------------------------------------------------------------------------------------------
 
     def setup(self, module: torch.nn.Module, device: torch.device, dist: Dist) -> None:
         """Move the module to `device`. Collective."""
@@ -44,6 +77,12 @@ class Strategy:
         """Set `training_step` to what computes a loss, after optimizers exist. Collective."""
         self.training_step = self.module.training_step
 
+    def step(self, name: str) -> Callable[..., Any]:
+        """Return `validation_step`, `test_step` or `predict_step` as evaluation calls it."""
+        return getattr(self.module, name)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------------
+
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
         """The context of one forward and backward; ranks reduce gradients only where `last` is True."""
         return _NULL
@@ -54,9 +93,23 @@ class Strategy:
     def sync_buffers(self) -> None:
         """Give all ranks rank 0's buffers, so that validation and checkpoints see one set. Collective."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the bare module's weights; keys never carry a wrapper's prefix."""
+    def clip(self, optimizer: torch.optim.Optimizer, value: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of `optimizer` by the norm of the whole model's, or each element. Collective."""
+        clip(optimizer, value, algorithm)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, Any]:
+        """Return the bare module's weights, whole on rank 0; keys never carry a wrapper's prefix. Collective."""
         return self.module.state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state in torch's plain format, whole on rank 0. Collective."""
+        return optimizer.state_dict()
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Load what `optimizer_state` returned, under this or another strategy. Collective."""
+        optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
         """Take the wrapper off. Weights go back to where they came from, which leaves no accelerator memory behind."""
