@@ -224,7 +224,8 @@ def main() -> None:
         ratios = [value / base for value, base in zip(values, times["by hand"])]
         spread = f"  ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"{name:28}{statistics.median(values):10.1f}{statistics.median(ratios):8.2f}{spread}")
-    print(f"\ntorch {torch.__version__}, {args.repetitions} repetitions of {args.steps} steps, one thread, {'processor' if args.cpu_time else 'wall'} time")
+    kind = "processor" if args.cpu_time else "wall"
+    print(f"\ntorch {torch.__version__}, {args.repetitions} repetitions of {args.steps} steps, one thread, {kind} time")
 
 
 if __name__ == "__main__":

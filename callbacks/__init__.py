@@ -22,6 +22,8 @@ _HOME = {
     "TensorBoardLogger": "loggers.tensorboard",
 }
 
+BELONGS_TO = "trainer"  # by this `trainer` tells us from a user's own package of the same name
+
 __all__ = sorted(_HOME)  # noqa: PLE0605  (a test checks that each name loads)
 
 

@@ -44,7 +44,7 @@ class Callback:
     # -- the run as a whole ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Before anything else of a run; `stage` is "fit", "validate", "test" or "predict"."""
+        """On every rank before loaders and optimizers are made; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """The last hook of a run; release files, bars and handles here."""

@@ -172,7 +172,7 @@ class ModelCheckpoint(SaveTriggers):
         trouble = trainer.broadcast(why_unwritable(self.dirpath) if trainer.is_global_zero else None)
         if trouble:
             raise MisconfigurationException(f"ModelCheckpoint(dirpath={self.dirpath!r}): cannot write there: {trouble}")
-        fresh = trainer.is_global_zero and self.save_top_k and not trainer.ckpt_path
+        fresh = trainer.is_global_zero and self.save_top_k and not trainer.ckpt_path and not (self.best_model_path or self.last_model_path)
         if fresh and os.path.isdir(self.dirpath) and os.listdir(self.dirpath):
             warnings.warn(f"ModelCheckpoint: {self.dirpath} is not empty; its files are kept.", stacklevel=2)
 

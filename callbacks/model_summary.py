@@ -35,7 +35,7 @@ class Summary:
         for name, sub in inner:
             if max_depth == -1 or name.count(".") < max_depth:
                 self.layers[name] = (type(sub).__name__, _count(sub.parameters()), "train" if sub.training else "eval")
-        own = [p for p in module.parameters(recurse=False)]
+        own = list(module.parameters(recurse=False))
         if own and max_depth != 0:
             self.layers["other params"] = ("n/a", _count(own), "n/a")
         known = [p for p in module.parameters() if not isinstance(p, UninitializedParameter)]

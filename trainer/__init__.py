@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import callbacks
+
 _HOME = {
     "AttributeDict": "hparams",
     "CheckpointError": "errors",
@@ -12,10 +14,14 @@ _HOME = {
     "DDPStrategy": "strategies",
     "DataError": "errors",
     "DataModule": "datamodule",
+    "DataParallelStrategy": "strategies",
+    "FSDPStrategy": "strategies",
     "MisconfigurationException": "errors",
     "MixedPrecision": "precision",
+    "ModelParallelDDPStrategy": "strategies",
     "Precision": "precision",
     "SIGTERMException": "errors",
+    "StallError": "errors",
     "SingleDeviceStrategy": "strategies",
     "Strategy": "strategies",
     "TrainModule": "module",
@@ -27,15 +33,11 @@ _HOME = {
 
 __all__ = sorted(_HOME)  # noqa: PLE0605  (a test checks that each name loads)
 
-try:
-    from callbacks import callback as _callback
-except ImportError as _error:
-    import callbacks as _callbacks
-
+if getattr(callbacks, "BELONGS_TO", None) != __name__:
     raise ImportError(
-        f"The package 'callbacks' that comes with 'trainer' is hidden by {_callbacks.__file__}. Rename that file or folder, or "
-        "take its folder off sys.path."
-    ) from _error
+        f"The package 'callbacks' that comes with 'trainer' is hidden by {callbacks.__file__}. Rename that file or folder, or take "
+        "its folder off sys.path."
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,8 @@ from trainer.devices import Devices
 from trainer.errors import MisconfigurationException, nearest
 from trainer.precision import MixedPrecision, Precision, TruePrecision
 from trainer.precision.plugins import canonical
-from trainer.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from trainer.strategies import DataParallelStrategy, DDPStrategy, FSDPStrategy, ModelParallelDDPStrategy, SingleDeviceStrategy, Strategy
+from trainer.strategies.batchnorm import SYNC_BATCHNORM_DEVICES
 
 __all__ = ["Settings", "make_precision", "make_strategy"]
 
@@ -30,6 +31,10 @@ _STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp_notebook": DDPStrategy,
     "ddp_find_unused_parameters_false": DDPStrategy,
     "ddp_find_unused_parameters_true": lambda: DDPStrategy(find_unused_parameters=True),
+    "dp": DataParallelStrategy,
+    "fsdp": FSDPStrategy,
+    "model_parallel": ModelParallelDDPStrategy,
+    "model_parallel_ddp": lambda: ModelParallelDDPStrategy(devices_per_replica=2),
 }
 
 
@@ -60,6 +65,8 @@ class Settings:
     benchmark: bool | None
     inference_mode: bool
     use_distributed_sampler: bool
+    uneven: str
+    sync_batchnorm: bool
     detect_anomaly: bool
     reload_dataloaders_every_n_epochs: int
     seed: int | None
@@ -85,6 +92,22 @@ def make_strategy(strategy: str | Strategy, devices: int) -> Strategy:
     if not isinstance(strategy, Strategy):
         raise MisconfigurationException(f"strategy must be a name or a Strategy, got {type(strategy).__name__}.")
     return strategy
+
+
+def sync_batchnorm(wanted: bool, strategy: Strategy, device_type: str) -> bool:
+    """Return whether BatchNorm layers are to take their statistics over all ranks: where there are several.
+
+    Raises:
+        MisconfigurationException: on a device that torch's SyncBatchNorm does not know; between the replicas of one process.
+    """
+    if wanted and isinstance(strategy, DataParallelStrategy):
+        raise MisconfigurationException("sync_batchnorm=True works between processes, not between the replicas of strategy='dp'. Use 'ddp'.")
+    if wanted and strategy.distributed and device_type not in SYNC_BATCHNORM_DEVICES:
+        raise MisconfigurationException(
+            f"sync_batchnorm=True: torch's SyncBatchNorm works on {' and '.join(SYNC_BATCHNORM_DEVICES)} devices, not on {device_type}. "
+            "Leave it out, or use layers that need no statistics of a batch (GroupNorm, LayerNorm)."
+        )
+    return bool(wanted) and strategy.distributed
 
 
 def make_precision(precision: Any, device_type: str) -> Precision:
@@ -240,9 +263,10 @@ def plugins(given: Any) -> list[Any]:
     """
     found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     for one in found:
-        if not isinstance(one, Precision) and not hasattr(one, "save_checkpoint"):
+        if not isinstance(one, Precision) and not (hasattr(one, "save_checkpoint") and hasattr(one, "load_checkpoint")):
             raise MisconfigurationException(
-                f"plugins must be Precision objects or objects with save_checkpoint(table, path); got {type(one).__name__}."
+                "plugins must be Precision objects or objects with save_checkpoint(table, path) and load_checkpoint(path, weights_only); "
+                f"got {type(one).__name__}."
             )
     return found
 

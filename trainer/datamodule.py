@@ -70,7 +70,7 @@ class DataModule(HyperparametersMixin):
             num_workers: worker processes a loader.
             kwargs: arguments of `__init__`.
         """
-        module = cls(**accepted_arguments(cls, {"batch_size": batch_size, "num_workers": num_workers, **kwargs}))
+        module = cls(**{**accepted_arguments(cls, {"batch_size": batch_size, "num_workers": num_workers}), **kwargs})
 
         def loaders(data: Any, shuffle: bool) -> Any:
             if isinstance(data, (list, tuple)) and not hasattr(data, "__getitems__"):
@@ -93,7 +93,7 @@ class DataModule(HyperparametersMixin):
             CheckpointError: when the file is missing, damaged or unsafe.
         """
         table = io.load(checkpoint_path, map_location=map_location, weights_only=weights_only)
-        module = cls(**accepted_arguments(cls, {**table.get(state.DATA_HPARAMS, {}), **overrides}))
+        module = cls(**{**accepted_arguments(cls, table.get(state.DATA_HPARAMS, {})), **overrides})
         if table.get(cls.__qualname__):
             module.load_state_dict(table[cls.__qualname__])
         return module

@@ -19,8 +19,14 @@ def make_loggers(logger: Any) -> list[Any]:
     found = list(logger) if isinstance(logger, (list, tuple)) else [logger]
     for one in found:
         if not isinstance(one, callback_package.Logger):
-            raise MisconfigurationException(f"logger must be True, False, a Logger or a list of them; got {type(one).__name__}.")
+            raise MisconfigurationException(f"logger must be True, False, a Logger or a list of them; got {_full_name(one)}.")
     return found
+
+
+def _full_name(thing: Any) -> str:
+    """Tell a class from an object, and Lightning's class from ours of the same name."""
+    cls = thing if isinstance(thing, type) else type(thing)
+    return f"{'the class ' if isinstance(thing, type) else ''}{cls.__module__}.{cls.__qualname__}"
 
 
 def make_callbacks(given: Any, checkpoint: bool, bar: bool, summary: bool, forbid_checkpoint: bool) -> list[Any]:
@@ -28,7 +34,7 @@ def make_callbacks(given: Any, checkpoint: bool, bar: bool, summary: bool, forbi
     found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     for one in found:
         if not isinstance(one, callback_package.Callback):
-            raise MisconfigurationException(f"callbacks must be Callback objects; got {type(one).__name__}. Did you pass the class?")
+            raise MisconfigurationException(f"callbacks must be Callback objects; got {_full_name(one)}.")
         check_hook_names(type(one), HOOKS)
     has = {attribute: any(hasattr(c, attribute) for c in found) for attribute in ("best_model_path", "get_metrics")}
     if forbid_checkpoint and has["best_model_path"]:

@@ -39,6 +39,7 @@ class Dist:
         self.device_type = device_type
         self.timeout = timeout
         self._owns_group = False
+        self._number = 0  # which of the groups that this process has joined
 
     @property
     def alone(self) -> bool:
@@ -66,10 +67,22 @@ class Dist:
         rank, world_size = self.world.rank, self.world.world_size
         store = _meeting_point(str(self.world.init_method), rank, world_size)
         # The addresses that a group leaves in the store would mislead the next one: each gets names of its own.
-        number = store.add(f"trainer/groups/{rank}", 1)
-        store = torch_dist.PrefixStore(f"trainer/group/{number}", store)
+        self._number = store.add(f"trainer/groups/{rank}", 1)
+        store = torch_dist.PrefixStore(f"trainer/group/{self._number}", store)
         torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **kwargs)
         self._owns_group = True
+
+    def line(self, name: str) -> torch_dist.Store | None:
+        """Return a connection to the group's store for another thread, with keys under `name`; None where there is no server."""
+        if self.alone:
+            return None
+        store = torch_dist.distributed_c10d._get_default_store()
+        while isinstance(store, torch_dist.PrefixStore):
+            store = store.underlying_store
+        if not isinstance(store, torch_dist.TCPStore):
+            return None
+        own = torch_dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+        return torch_dist.PrefixStore(f"trainer/{name}/{self._number}", own)
 
     def close(self) -> None:
         """Leave the group, if this object opened it."""
@@ -136,6 +149,10 @@ class Dist:
         if not self.alone:
             torch_dist.all_reduce(tensor)
         return tensor
+
+    def sum_numbers(self, numbers: list[int]) -> list[int]:
+        """Return the sums of whole numbers over the ranks, one by one. Collective."""
+        return self.sum(torch.tensor(numbers, dtype=torch.int64)).tolist()
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the element-wise maximum over the ranks, in place. Collective."""

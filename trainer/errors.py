@@ -15,13 +15,18 @@ __all__ = [
     "DataError",
     "MisconfigurationException",
     "SIGTERMException",
+    "StallError",
     "TrainerError",
     "nearest",
 ]
 
 
 class SIGTERMException(SystemExit):
-    """Raised at a step boundary after SIGTERM; ends the process with the exit code 143 (128 + 15) unless it is caught."""
+    """SIGTERM ended a run: reaches the caller of `fit`, and ends the process with the exit code 143 (128 + 15) unless it is caught."""
 
     def __init__(self) -> None:
         super().__init__(143)
+
+
+class StallError(TrainerError, RuntimeError):
+    """A rank waited for the others longer than `Trainer(timeout=)`; the message says where each of them was."""

@@ -58,7 +58,7 @@ class Face:
     def current_epoch(self) -> int:
         """The index of the running epoch; after a fit, how many epochs are complete."""
         p = self.results.progress
-        return p.epoch + p.epoch_ended if self._run is None else p.epoch
+        return p.epoch + p.epoch_ended if self._run is None or self._run.done else p.epoch
 
     @property
     def should_stop(self) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 from callbacks.callback import HOOKS as CALLBACK_HOOKS
 from callbacks.callback import Callback, check_hook_names
 from trainer.datamodule import DataModule
-from trainer.module import MODULE_HOOKS, TrainModule, check_module
+from trainer.errors import MisconfigurationException
+from trainer.module import MODULE_HOOKS, TrainModule
 
-__all__ = ["HookTable", "overrides"]
+__all__ = ["HookTable", "check_module", "overrides"]
 
 LATE = "on_train_epoch_end/monitors"
 """The second half of `on_train_epoch_end`: callbacks that read the numbers of the epoch."""
@@ -20,6 +21,21 @@ LATE = "on_train_epoch_end/monitors"
 def overrides(owner: Any, base: type, name: str) -> bool:
     """True when `owner` has its own version of the method `name` of `base`."""
     return name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name, None)
+
+
+def check_module(module: TrainModule) -> None:
+    """Refuse a module with a method `on_...` that is no hook.
+
+    Raises:
+        MisconfigurationException: naming the method and the nearest hook.
+    """
+    check_hook_names(type(module), MODULE_HOOKS)
+    for stage, new in (("training", "train"), ("validation", "validation"), ("test", "test")):
+        if hasattr(module, f"{stage}_epoch_end"):
+            raise MisconfigurationException(
+                f"{type(module).__qualname__}.{stage}_epoch_end is never called: rename it to on_{new}_epoch_end(self), and keep what the "
+                "steps return in an attribute."
+            )
 
 
 class HookTable:

@@ -104,7 +104,7 @@ def _copyable(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
-    """Collect the arguments of the `__init__` frames of `owner`, from the outermost class inwards."""
+    """Collect the arguments of the `__init__` frames of `owner`: where a name comes up twice, the subclass that called decides."""
     found: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name != "__init__":
         frame = frame.f_back
@@ -112,14 +112,7 @@ def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
         info = inspect.getargvalues(frame)
         if not info.args or info.locals.get(info.args[0]) is not owner:
             break
-        here = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
-        code = frame.f_code
-        first_kwonly = code.co_argcount
-        for name in code.co_varnames[first_kwonly : first_kwonly + code.co_kwonlyargcount]:
-            here[name] = info.locals[name]
-        if info.keywords and info.keywords in info.locals:
-            here.update(info.locals[info.keywords])
-        here.pop("__class__", None)
-        found = {**found, **here}
+        found |= {name: info.locals[name] for name in info.args[1:] if name in info.locals}  # keyword-only ones are among them
+        found |= info.locals.get(info.keywords, {})
         frame = frame.f_back
     return found

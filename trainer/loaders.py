@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from trainer.data import Source, loaders_of, prepare
@@ -25,6 +26,7 @@ class Loaders:
         limits: stage -> limit_*_batches.
         place: which of how many shares of the data this process takes.
         shard: False leaves samplers alone (`use_distributed_sampler=False`).
+        join: True lets ranks whose data end at different times go on until the last has none.
         overfit: True takes training data in order and uses it for validation too.
     """
 
@@ -39,9 +41,12 @@ class Loaders:
         seed: int,
         shard: bool = True,
         overfit: bool = False,
+        join: bool = False,
     ) -> None:
         self.module, self.datamodule, self.given, self.limits = module, datamodule, given, limits
         self.dist, self.place, self.seed, self.shard, self.overfit = dist, place, seed, shard, overfit
+        self.join = join
+        self.draining: Callable[[int, int], None] | None = None
         self.raw: dict[str, Any] = {}
         self._sources: dict[str, list[Source]] = {}
 
@@ -59,7 +64,7 @@ class Loaders:
         """Return the prepared loaders of `stage` (one for training), making them on first use. Collective.
 
         Raises:
-            MisconfigurationException: when there is none, or one is empty.
+            MisconfigurationException: when there is none, or a loader hook returned None; see `prepare` for loaders that cannot work.
         """
         if stage not in self._sources:
             self._sources[stage] = self._prepare(stage)
@@ -82,7 +87,6 @@ class Loaders:
         self.raw[stage] = raw
         train = stage == "train"
         many = [raw] if train else loaders_of(raw)
-        limit = self.limits.get(stage)
         return [
             prepare(
                 loader,
@@ -91,13 +95,20 @@ class Loaders:
                 rank=self.place[0],
                 world_size=self.place[1],
                 shard=self.shard,
-                limit=limit[i] if isinstance(limit, (list, tuple)) else limit,
+                limit=self.limits.get(stage),
                 shuffle=False if self.overfit else None,
-                agree=None if self.dist.alone or not train else self.dist.agree,
+                agree=self.dist.agree,
                 index=i,
+                join=self._sum_over_shares if self.join else None,
+                drain_progress=self.draining,
             )
             for i, loader in enumerate(many)
         ]
+
+    def _sum_over_shares(self, numbers: list[int]) -> list[int]:
+        """Add numbers over the shares of the data, each of which may be read by several ranks. Collective."""
+        readers = self.dist.world.world_size // self.place[1]
+        return [number // readers for number in self.dist.sum_numbers(numbers)]
 
     def reseed(self, seed: int) -> None:
         """Let the order and the draws of the data follow from `seed`, also those of loaders that were made before it was known."""
@@ -118,4 +129,3 @@ class Loaders:
         """End all worker processes."""
         for stage in list(self._sources):
             self.reload(stage)
-

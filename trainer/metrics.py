@@ -145,6 +145,7 @@ class Collector:
         self.dist = dist
         self.find_metric = find_metric
         self.entries: dict[str, _Entry] = {}
+        self._guests: list[Any] = []  # metric objects that only other ranks logged
         self._signature: tuple[tuple[Any, ...], int] = ((), 0)
 
     # -- logging: hot --------------------------------------------------------------------------------------------------
@@ -187,25 +188,31 @@ class Collector:
         rows = {key: (e.reduce, *e.step_total()) for key, e in due.items()}
         return self._file(self._across_ranks(rows, due), due)
 
-    def publish_epoch(self, reset: bool = True) -> Published:
+    def publish_epoch(self) -> Published:
         """Return the reduced values of the epoch and forget them. Collective."""
+        published = self.peek_epoch()
+        self.reset()
+        return published
+
+    def peek_epoch(self) -> Published:
+        """Return the reduced values of the epoch so far, and go on. Collective."""
         due = {e.label("epoch"): e for e in self.entries.values() if e.on_epoch}
         rows = {
             key: (e.reduce, e.total, e.weight) for key, e in due.items() if e.metric is None and e.total is not None
         }
         objects = {key: e for key, e in due.items() if e.metric is not None}
         values = self._across_ranks(rows, due)
-        values.update(self._compute_metrics(objects, reset))
-        published = self._file(values, {**due, **objects})
-        if reset:
-            self.reset()
-        return published
+        values.update(self._compute_metrics(objects))
+        return self._file(values, {**due, **objects})
 
     def reset(self) -> None:
         """Forget all sums; the next epoch starts from nothing."""
         for entry in self.entries.values():
             if entry.metric is not None and entry.on_epoch:
                 entry.metric.reset()
+        for metric in self._guests:
+            metric.reset()
+        self._guests.clear()
         self.entries.clear()
 
     def _file(self, values: dict[str, float], due: dict[str, _Entry]) -> Published:
@@ -222,11 +229,11 @@ class Collector:
                 out.bar[key] = value
         return out
 
-    def _compute_metrics(self, due: dict[str, _Entry], reset: bool) -> dict[str, float]:
+    def _compute_metrics(self, due: dict[str, _Entry]) -> dict[str, float]:
         """Compute metric objects on all ranks in one order, also on ranks that had no batch to log them in: `due` gets those too."""
         mine = {key: (e.path, e.flags()) for key, e in due.items()}
         every: dict[str, Any] = {}
-        for found in self.dist.gather(mine) if self._any_metrics(bool(mine)) else []:
+        for found in self.dist.gather(mine) if self.dist.agree(bool(mine)) else []:
             every = {**found, **every}
         values = {}
         for key in sorted(every):
@@ -234,13 +241,9 @@ class Collector:
             if key not in mine:
                 due[key] = _Entry.of(flags)
                 due[key].metric = self._metric_at(key, path)
+                self._guests.append(due[key].metric)
             values[key] = _one_number(key, due[key].metric.compute())
-            if reset and key not in mine:
-                due[key].metric.reset()
         return values
-
-    def _any_metrics(self, mine: bool) -> bool:
-        return self.dist.agree(mine)
 
     def _metric_at(self, key: str, path: str | None) -> Any:
         if path is None or self.find_metric is None:
@@ -333,8 +336,8 @@ class Collector:
 def _one_number(key: str, value: Any) -> float:
     if isinstance(value, dict) or getattr(value, "numel", lambda: 1)() != 1:
         raise MisconfigurationException(
-            f"{key!r} was logged as a metric object that computes more than one number. Log its parts, or numbers made of them, under names "
-            "of their own."
+            f"{key!r} was logged as a metric object that computes more than one number. Log its parts, or numbers made of them, "
+            "under names of their own."
         )
     return float(value)
 

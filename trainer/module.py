@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainer.checkpoint import io, state
 from trainer.checkpoint.keys import strip_prefixes
-from trainer.errors import MisconfigurationException, nearest
+from trainer.errors import MisconfigurationException
 from trainer.hparams import HyperparametersMixin
 
 __all__ = ["TrainModule"]
@@ -89,6 +89,10 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
     strict_loading: bool = True
     example_input_array: Any = None
     _not_transferred = ("_trainer",)
+    __jit_unused_properties__ = [  # torch.jit's tracer reads every other attribute  # noqa: RUF012
+        "trainer", "device", "dtype", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers", "hparams",
+        "hparams_initial",
+    ]  # fmt: skip
 
     # -- what the user writes ------------------------------------------------------------------------------------------
 
@@ -211,7 +215,7 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
 
         Nothing is read from the device here. With `on_step` (default in training) the mean over the step's batches is published
         at publish points; with `on_epoch` (default elsewhere) the mean over the epoch, each batch weighted by its number of
-        samples. Both are exact over all ranks, so `sync_dist` is accepted and changes nothing.
+        samples. Both are exact over all ranks, so `sync_dist` is accepted and changes nothing; a `sync_dist_group` is refused.
 
         Args:
             name: the name in loggers, in `trainer.callback_metrics` and for monitors.
@@ -228,8 +232,11 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
 
         Raises:
             RuntimeError: outside a run.
-            MisconfigurationException: in a hook where nothing can be logged, or for a value that is no scalar.
+            MisconfigurationException: in a hook where nothing can be logged, for a value that is no scalar, or with a
+                `sync_dist_group`.
         """
+        if sync_dist_group is not None:
+            raise _no_groups(f"self.log({name!r}, sync_dist_group=...)")
         self.trainer._record(
             self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx,
             add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
@@ -299,7 +306,12 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
         """Stack the tensors in `data` over the ranks: each gets a first dimension of world size. Collective.
 
         `sync_grads` lets gradients flow back to this rank's part. A process that is alone gets its data back unstacked.
+
+        Raises:
+            MisconfigurationException: with a `group`.
         """
+        if group is not None:
+            raise _no_groups("self.all_gather(group=...)")
         return tree_map_only(torch.Tensor, lambda t: self.trainer._all_gather(t, sync_grads), data)
 
     def freeze(self) -> None:
@@ -359,7 +371,7 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
             hparams_file: a YAML or JSON-like file of hyper-parameters that replaces those in the checkpoint.
             strict: refuse missing and unexpected keys; default the module's `strict_loading`.
             weights_only: load only tensors and plain values (safe for files of strangers).
-            overrides: arguments of `__init__` that replace the saved ones.
+            overrides: arguments of `__init__` that replace the saved ones. Saved ones that it does not take are left out.
 
         Raises:
             CheckpointError: when the file is missing, damaged or unsafe.
@@ -367,7 +379,7 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
         """
         table = io.load(checkpoint_path, map_location=map_location, weights_only=weights_only)
         saved = read_hparams(hparams_file) if hparams_file is not None else table.get(state.HPARAMS, {})
-        module = cls(**accepted_arguments(cls, {**saved, **overrides}))
+        module = cls(**{**accepted_arguments(cls, saved), **overrides})
         module.on_load_checkpoint(table)
         module.configure_model()
         strict = module.strict_loading if strict is None else strict
@@ -377,6 +389,10 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles never carry the trainer."""
         return {k: v for k, v in self.__dict__.items() if k not in self._not_transferred}
+
+
+def _no_groups(call: str) -> MisconfigurationException:
+    return MisconfigurationException(f"{call}: values cross all ranks of a run, there are no groups of them; leave it out.")
 
 
 def move_to(batch: Any, device: torch.device) -> Any:
@@ -436,17 +452,3 @@ def _read_lines(path: str | Path, text: str) -> dict[str, Any]:
 
 
 MODULE_HOOKS = frozenset(n for n in vars(ModuleHooks) if not n.startswith("_"))
-
-
-def check_module(module: TrainModule, known: frozenset[str] = MODULE_HOOKS) -> None:
-    """Refuse a module with a method `on_...` that is no hook.
-
-    Raises:
-        MisconfigurationException: naming the method and the nearest hook.
-    """
-    for klass in type(module).__mro__:
-        for name in vars(klass):
-            if name.startswith("on_") and name not in known and callable(getattr(klass, name)) and nearest(name, known):
-                raise MisconfigurationException(
-                    f"{type(module).__qualname__}.{name} is not a hook, so it would never be called.{nearest(name, known)}"
-                )

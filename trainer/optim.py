@@ -128,7 +128,7 @@ class StepOptimizer:
         self.optimizer = optimizer
         self._take_step = take_step
 
-    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; `closure` computes loss and gradients first."""
         return self._take_step(self.optimizer, closure)
 
@@ -146,6 +146,16 @@ class StepOptimizer:
 def grads_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the gradients that `optimizer` will use."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def scale_grads(optimizer: Optimizer, factor: float | torch.Tensor) -> None:
+    """Multiply the gradients of `optimizer` in place, on whichever devices they are."""
+    grads = grads_of(optimizer)
+    if not isinstance(factor, torch.Tensor):
+        torch._foreach_mul_(grads, factor)
+        return
+    for device in {g.device for g in grads}:
+        torch._foreach_mul_([g for g in grads if g.device == device], factor.to(device, non_blocking=True))
 
 
 def clip(optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:

@@ -30,7 +30,7 @@ def collect(trainer: Any, job: Any, value: Any) -> dict[str, Any]:
 def apply(trainer: Any, job: Any, outcome: dict[str, Any]) -> Any:
     """Put what `collect` returned into the caller's objects; return the value of the run."""
     trainer.results = outcome["results"]
-    _load_weights(job.module, outcome["weights"])
+    _load_weights(trainer, job.module, outcome["weights"])
     _take_over(job.module, outcome["module"])
     if job.datamodule is not None:
         _take_over(job.datamodule, outcome["datamodule"])
@@ -39,11 +39,15 @@ def apply(trainer: Any, job: Any, outcome: dict[str, Any]) -> Any:
     return outcome["value"]
 
 
-def _load_weights(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def _load_weights(trainer: Any, module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Copy the weights in; parameters stay the same objects, in the format that the run left them in."""
     own = module.state_dict(keep_vars=True)
     if not weights.keys() <= own.keys() and hasattr(module, "configure_model"):
-        module.configure_model()  # the layers that the ranks made in it
+        module.trainer = trainer  # it may ask for it, as it could in the ranks
+        try:
+            module.configure_model()  # the layers that the ranks made in it
+        finally:
+            module.__dict__.pop("_trainer", None)
         own = module.state_dict(keep_vars=True)
     with torch.no_grad():
         for key, tensor in weights.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -33,10 +34,36 @@ class Recorder:
         self.samples: int | None = None  # of the current batch on this rank; None: to be read off the batch
         self.place: Any = None  # in evaluation: which batch this is
         self.muted = False  # a closure is evaluated again: what it logs was logged the first time
+        self.held: dict[int, list[Any]] = {}  # by thread of a replica: its calls, until `replay`
 
     def start_batch(self, batch: Any, samples: int | None = None) -> None:
         """Make `batch` the current one. `samples` is its weight where the data layer knows it."""
         self.batch, self.samples = batch, samples
+
+    def hold(self, call: tuple[Any, ...]) -> bool:
+        """Keep a call of `add` for `replay` if this thread belongs to a replica; False if it does not.
+
+        Raises:
+            MisconfigurationException: for a metric object, of which each replica has a copy, and for what is no number.
+        """
+        calls = self.held.get(get_ident())
+        if calls is None:
+            return False
+        module, name, value, *rest = call
+        if is_metric(value):
+            raise MisconfigurationException(
+                f"self.log({name!r}) was given a {type(value).__name__} on a replica of strategy='dp', whose state ends with the step. "
+                "Log its value, update it in on_train_batch_end, or use strategy='ddp'."
+            )
+        calls.append((module, name, _scalar(name, value), *rest))
+        return True
+
+    def replay(self, calls: list[Any], batch: Any, samples: int) -> None:
+        """Add what a replica logged; `batch` is its part of the batch, and `samples` the weight of its values."""
+        self.start_batch(batch, samples)
+        for module, name, value, *rest in calls:
+            value = value if value.device.type == "cpu" else value.to(self.run.device, non_blocking=True)
+            self.add(module, name, value, *rest)
 
     def add(
         self,
@@ -124,6 +151,8 @@ def misplaced(name: str, hook: str) -> MisconfigurationException:
 
 def _scalar(name: str, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
+        if type(value) is not torch.Tensor and hasattr(value, "full_tensor"):  # a DTensor: this rank may hold a part of the number
+            value = value.detach().full_tensor()
         if value.numel() != 1:
             raise MisconfigurationException(
                 f"self.log({name!r}) takes one number; got a tensor of shape {tuple(value.shape)}. Reduce it first (.mean())."

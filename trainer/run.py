@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,9 @@ from trainer.progress import Progress
 from trainer.record import Recorder
 from trainer.saving import Saving
 from trainer.seed import derive, seed_everything, seed_rngs
+from trainer.stall import Watch
 from trainer.stepping import Stepping
+from trainer.strategies.batchnorm import synced_batchnorm
 from trainer.world import World
 
 __all__ = ["Run"]
@@ -69,6 +72,8 @@ class Run(Saving, Stepping):
         self.known_names: set[str] = set()
         self.started = time.monotonic()
         self.recorder: Recorder | None = None
+        self.watch: Watch | None = None
+        self._told: set[str] = set()
         self._undo: list[Callable[[], None]] = []
 
     # -- opening and closing -------------------------------------------------------------------------------------------
@@ -77,10 +82,13 @@ class Run(Saving, Stepping):
         """Join the other ranks and bring module, loaders, optimizers and callbacks to where the loop can begin. Collective."""
         self.dist.open()
         self._undo.append(self.dist.close)
+        if self.settings.timeout is not None and (line := self.dist.line("stall")) is not None:
+            self.watch = Watch(self, line, echo=self.trainer._launcher is not None)
+            self._undo.append(self.watch.close)
         self._undo.append(apply_global_switches(self.settings))
         self._settle_seed()
         self._attach()
-        with self.dist.first_on_node() if self._prepares() else _nothing() as first:
+        with self.dist.first_on_node() if self._prepares() else nullcontext(False) as first:
             if first:
                 for owner in (self.datamodule, self.module):
                     if owner is not None:
@@ -91,6 +99,8 @@ class Run(Saving, Stepping):
             self.datamodule.setup(stage=self.fn)
         self.hooks.call("setup", stage=self.fn)
         self.module.configure_model()
+        if self.settings.sync_batchnorm:
+            self._undo.append(synced_batchnorm(self.module))
         self.precision.convert_module(self.module)  # before weights are loaded: 64-bit ones must not pass through 32 bits
         table = self.load_table()
         self.strategy.setup(self.module, self.device, self.dist)
@@ -137,10 +147,22 @@ class Run(Saving, Stepping):
         self.recorder = Recorder(self)
         self.loaders = Loaders(
             module, self.datamodule, self.job.loaders, self.settings.limits, self.dist, self.strategy.data_place(self.world), self.seed,
-            self.settings.use_distributed_sampler, bool(self.settings.overfit_batches),
+            self.settings.use_distributed_sampler, bool(self.settings.overfit_batches), self.settings.uneven == "join",
         )  # fmt: skip
+        self.loaders.draining = self._tell_draining
         self._undo.append(self.loaders.close)
         self.transfers = self._transfer_hooks()
+
+    def tell_once(self, message: str) -> None:
+        """Warn on rank 0, once a run."""
+        if message not in self._told:
+            self._told.add(message)
+            self.trainer.warn(message)
+
+    def _tell_draining(self, done: int, total: int) -> None:
+        """Data without a position are passed over up to where the resumed run stood, which can take a while."""
+        if done == 1:
+            self.trainer.print(f"Passing over the first {total} items of data that cannot be positioned ...")
 
     def _transfer_hooks(self) -> list[Callable[..., Any]] | None:
         """The three functions that bring a batch to the device: the data module's where it has its own, else the module's."""
@@ -160,6 +182,7 @@ class Run(Saving, Stepping):
         undo = list(self._undo)
         if status == "finished":
             undo.insert(1, self.dist.farewell)
+            undo.append(self.strategy.finish)
         if self.world.is_global_zero:
             undo += [partial(logger.finalize, "success" if status == "finished" else status) for logger in self.trainer.loggers]
         if hasattr(self, "hooks"):
@@ -257,13 +280,3 @@ class Run(Saving, Stepping):
 
 
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
-
-class _nothing:
-    """A context in which this process is the first: for runs that prepare no data."""
-
-    def __enter__(self) -> bool:
-        return False
-
-    def __exit__(self, *_: Any) -> None:
-        pass

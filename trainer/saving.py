@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from trainer.checkpoint import io, state
+from trainer.checkpoint import state
 from trainer.errors import CheckpointError
 from trainer.metrics import is_metric, merge_states
 from trainer.seed import derive, rng_state, seed_rngs, set_rng_state
@@ -23,14 +23,14 @@ class Saving:
         path = self.job.ckpt_path = self.dist.broadcast(self.job.ckpt_path)  # "last" may look different from another node
         if path is None:
             return None
-        table = io.load(path, weights_only=self.job.weights_only)
+        table = self.trainer.checkpoint_io.load_checkpoint(path, weights_only=self.job.weights_only)
         state.check_format(table, path)
         self.module.on_load_checkpoint(table)
         if self.fn == "fit":
             for part in self.module.modules():
                 if is_metric(part):  # of a run that was interrupted: an epoch begins, or goes on, with what the file holds
                     part.reset()
-        state.restore_module(self.module, table, strict=self.module.strict_loading)
+        state.restore_module(self.module, table, strict=self.module.strict_loading, load=self.strategy.load_module)
         if self.datamodule is not None and table.get(type(self.datamodule).__qualname__):
             self.datamodule.load_state_dict(table[type(self.datamodule).__qualname__])
         if self.fn == "fit":
@@ -65,6 +65,8 @@ class Saving:
         if len(ranks) == size:
             mine = ranks[rank]
             self.saved_rng, self.position = mine["rng"], mine["data"]
+            if mine.get("strategy") is not None:
+                self.strategy.load_rank_state(mine["strategy"], self.optimizers)
         elif ranks:
             if rank == 0:
                 self.saved_rng = ranks[0]["rng"]
@@ -134,13 +136,15 @@ class Saving:
         return table
 
     def _rank_state(self) -> dict[str, Any]:
-        """What differs from rank to rank: random streams, epoch sums, and the place in data that shard themselves.
+        """What differs from rank to rank: random streams, epoch sums, the place in data that shard themselves, and what the strategy adds.
 
         Until they are put in place, just before the first batch, those of the file that is resumed are still the true ones.
         """
         rng = rng_state() if self.saved_rng is None else self.saved_rng
         sums = self.collector.state_dict() if self.saved_sums is None else self.saved_sums
-        return {"rng": rng, "metrics": sums, "data": self.position}
+        state = {"rng": rng, "metrics": sums, "data": self.position}
+        own = self.strategy.rank_state(self.optimizers)
+        return state if own is None else {**state, "strategy": own}
 
     def save_checkpoint(self, path: Any, weights_only: bool = False) -> None:
         """Write a checkpoint now where the state is whole, else at the coming boundary. Collective.

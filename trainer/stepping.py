@@ -31,6 +31,7 @@ class Stepping:
         if not self.optimizers:
             warnings.warn("configure_optimizers returned None: the weights will not change.", stacklevel=2)
         self.step_optimizers = [StepOptimizer(o, self.take_step) for o in self.optimizers]
+        self.strategy.check_optimizers(self.optimizers)
         self.strategy.wrap(training=True)
         self.choose_path()
 
@@ -45,6 +46,11 @@ class Stepping:
         if self.manual and self.accumulate != 1:
             raise MisconfigurationException(
                 "accumulate_grad_batches works in automatic optimization only; in manual optimization step every n-th batch yourself."
+            )
+        if self.manual and self.settings.gradient_clip_val:
+            raise MisconfigurationException(
+                "gradient_clip_val works in automatic optimization only; in manual optimization call self.clip_gradients(optimizer, "
+                "gradient_clip_val=...) before optimizer.step()."
             )
         self.custom_backward = overrides(module, TrainModule, "backward")
         self.custom_zero_grad = overrides(module, TrainModule, "optimizer_zero_grad")

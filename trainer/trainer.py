@@ -64,14 +64,19 @@ class Trainer(Face):
         benchmark: torch.backends.cudnn.benchmark during runs.
         inference_mode: evaluate under inference_mode (else no_grad).
         use_distributed_sampler: False leaves samplers alone: each rank sees what its loader gives.
+        uneven: when the ranks' training data end at different times (iterables): "stop" with the first that has none, or "join": go on
+            until the last has none, each step the mean over the samples that are left.
+        sync_batchnorm: BatchNorm layers take their statistics over all ranks (cuda); they are plain ones again after the run.
         detect_anomaly: find the operation that made a NaN gradient (slow).
         barebones: no logging, checkpoints, bars and checks: the loop alone.
-        plugins: a Precision object, or an object with save_checkpoint(table, path) and load_checkpoint(path).
+        plugins: a Precision object, or an object with save_checkpoint(table, path) and load_checkpoint(path, weights_only).
         reload_dataloaders_every_n_epochs: ask for new loaders so often; 0 for never.
         seed: the one seed of a run: model streams of each rank, data order, augmentation. None continues torch's.
         resume: "auto", "last" or a path: the default of `fit(ckpt_path=)`.
-        launcher: "local", "torchrun", "slurm", a Launcher, or None to look who started this process; False does not look.
-        timeout: how long a rank waits for another in a collective (default: torch's).
+        launcher: "torchrun", "slurm" or a Launcher to insist on it, "local" or False to look for none; None looks who started this
+            process.
+        timeout: how long (seconds) a rank waits for another in a collective (default: torch's). When it is over, StallError says where every
+            rank was, and all end.
 
     Raises:
         MisconfigurationException: for every argument that cannot work, saying what to change.
@@ -114,6 +119,8 @@ class Trainer(Face):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        uneven: str = "stop",
+        sync_batchnorm: bool = False,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Any = None,
@@ -129,8 +136,8 @@ class Trainer(Face):
         self._datamodule: DataModule | None = None
         self._world = World()
         self.results = Results()
-        self._started_by = launchers.detect(launcher)
-        world = getattr(self._started_by, "world", None)
+        self._launcher = launchers.detect(launcher)
+        world = self._launcher.world if self._launcher is not None else None
         if world is not None:
             self._world = world
             if devices == "auto":
@@ -185,6 +192,8 @@ class Trainer(Face):
             benchmark=benchmark,
             inference_mode=inference_mode,
             use_distributed_sampler=use_distributed_sampler,
+            uneven=config.one_of("uneven", uneven, ("stop", "join")),
+            sync_batchnorm=config.sync_batchnorm(sync_batchnorm, self.strategy, found.type),
             detect_anomaly=detect_anomaly,
             reload_dataloaders_every_n_epochs=config.at_least(
                 "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0
@@ -204,11 +213,17 @@ class Trainer(Face):
 
     def _check_launch(self, processes: int, num_nodes: int) -> None:
         """Find out now whether the processes that exist, or can be made, are those that are asked for."""
-        if self._started_by is not None:
-            self._started_by.check(processes, num_nodes)
+        if self._launcher is not None:
+            self._launcher.check(processes, num_nodes)
         elif num_nodes > 1:
             raise MisconfigurationException(
                 f"num_nodes={num_nodes}: start the program on every node with torchrun (--nnodes={num_nodes}) or srun."
+            )
+        cores = os.cpu_count() or 1
+        if self._launcher is None and processes > max(8, 4 * cores):
+            raise MisconfigurationException(
+                f"devices={processes} would start {processes} processes on {cores} cores. Ask for fewer, or insist with "
+                f"launcher=trainer.launchers.LocalLauncher({processes})."
             )
 
     # -- the four functions ------------------------------------------------------------------------------------------------
@@ -341,16 +356,20 @@ class Trainer(Face):
         folders += [os.path.abspath(c.dirpath) for c in self.checkpoint_callbacks if c.dirpath]
         for logger in self.loggers:
             root = os.path.join(logger.save_dir or self.default_root_dir, str(logger.name or ""))
-            folders += glob.glob(os.path.join(glob.escape(root), "*", "checkpoints"))
+            pattern = os.path.join(glob.escape(root), "*", "checkpoints")
+            folders += glob.glob(pattern) or [pattern]
         return list(dict.fromkeys(folders))
 
     def _makes_processes(self) -> bool:
-        return self._started_by is None and self.strategy.processes(self.settings.devices.count) > 1
+        if self._launcher is not None:
+            return self._launcher.world is None
+        return self.strategy.processes(self.settings.devices.count) > 1
 
     def _launch(self, job: Job) -> Any:
         """Run the job in new processes of this machine, and take what comes back into the caller's objects."""
         try:
-            found = launchers.LocalLauncher(self.strategy.processes(self.settings.devices.count)).launch(Task(self, job))
+            launcher = self._launcher or launchers.LocalLauncher(self.strategy.processes(self.settings.devices.count))
+            found = launcher.launch(Task(self, job))
         except BaseException as error:
             self.results.fn, self.results.status = job.fn, _status_of(error)
             raise
@@ -372,7 +391,10 @@ class Trainer(Face):
             return value
         except BaseException as error:
             status = _status_of(error)
-            run.fail(error)
+            stall = None if run.watch is None else run.watch.explain(error)
+            run.fail(error if stall is None else stall)
+            if stall is not None:
+                raise stall from error
             raise
         finally:
             self.results.status = status
@@ -388,7 +410,7 @@ class Trainer(Face):
                 self._ended = run
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_run": None, "_ended": None, "_started_by": None}
+        return {**self.__dict__, "_run": None, "_ended": None, "_launcher": None}
 
     # -- what callbacks and modules may call ---------------------------------------------------------------------------------
 
@@ -400,9 +422,11 @@ class Trainer(Face):
         the fit ran in processes of its own, whose optimizers ended with them, it holds weights, counters and hyper-parameters alone.
 
         Raises:
-            MisconfigurationException: before any run.
+            MisconfigurationException: before any run; for `storage_options`.
             CheckpointError: when it cannot be written, or holds what cannot be loaded safely; naming the path or the key.
         """
+        if storage_options is not None:
+            raise MisconfigurationException("save_checkpoint(storage_options=...): give a checkpoint I/O plug-in that knows them (plugins=).")
         if self._run is not None:
             self._run.save_checkpoint(path, weights_only)
             return
@@ -458,7 +482,7 @@ class Trainer(Face):
         if self.is_global_zero:
             warnings.warn(message, stacklevel=2)
 
-    def init_module(self, empty_init: bool | None = None) -> Any:
+    def init_module(self) -> Any:
         """A context in which a module is constructed right away in its final number format."""
         return self.precision_plugin.init_context()
 
@@ -477,7 +501,8 @@ class Trainer(Face):
         recorder = self._live("log").recorder
         if recorder is None:
             raise misplaced(args[1], "configure_callbacks")
-        recorder.add(*args)
+        if not (recorder.held and recorder.hold(args)):
+            recorder.add(*args)
 
     def _manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         self._live("manual_backward").manual_backward(loss, *args, **kwargs)
@@ -492,8 +517,18 @@ class Trainer(Face):
 class _PlainIO:
     """The default checkpoint I/O: one file, whole or not there."""
 
+    def __init__(self) -> None:
+        self._cleaned: set[str] = set()
+
     def save_checkpoint(self, table: dict[str, Any], path: Any) -> None:
         io.save(table, path)
+        folder = os.path.dirname(os.path.abspath(path))
+        if folder not in self._cleaned:  # what a run that was killed while saving left there
+            self._cleaned.add(folder)
+            io.clean(folder)
+
+    def load_checkpoint(self, path: Any, weights_only: bool) -> dict[str, Any]:
+        return io.load(path, weights_only=weights_only)
 
 
 def _status_of(error: BaseException) -> str:

@@ -73,7 +73,7 @@ class Logger(Callback):
         """Write out what is held in memory."""
 
     def finalize(self, status: str) -> None:
-        """The run is over; `status` is "success" or "failed". Release handles; the logger may be used again."""
+        """The run is over; `status` is "success", "failed" or "interrupted". Release handles; the logger may be used again."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """A checkpoint was saved."""

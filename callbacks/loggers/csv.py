@@ -139,7 +139,7 @@ class ExperimentWriter:
         with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
             text = file.read()
         whole, _, torn = text.rpartition("\n")
-        reader = csv.DictReader((whole if torn or whole else text).splitlines())
+        reader = csv.DictReader(whole.splitlines())
         rows = list(reader)
         if self._columns is None:
             self._columns = list(reader.fieldnames or [])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import shutil
 import time
 import warnings
 from typing import Any
+
+import torch
 
 from callbacks.errors import MisconfigurationException
 from callbacks.loggers.base import DummyExperiment, FileLogger
@@ -22,7 +25,7 @@ _EVENTS = "events.out.tfevents"
 class TensorBoardLogger(FileLogger):
     """Write published numbers for TensorBoard to "<save_dir>/<name>/version_<n>".
 
-    A validation metric of the same name as a training metric keeps its tag and goes to the sub-run "<log_dir>/val", so that
+    A validation (test) metric of the same name as a training metric keeps its tag and goes to the sub-run "<log_dir>/val" ("test"), so that
     TensorBoard draws both lines into one chart. Everything else of a run, hyper-parameters included, is in one event file.
 
     The HParams tab shows the hyper-parameters with the metrics' last values. For a metric that a ModelCheckpoint or an EarlyStopping
@@ -114,7 +117,7 @@ class TensorBoardLogger(FileLogger):
 
     def _continue_after(self, step: int) -> None:
         folder = str(self.log_dir)
-        for place in (folder, os.path.join(folder, "val")):
+        for place in (folder, os.path.join(folder, "val"), os.path.join(folder, "test")):
             if _event_files(place):
                 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -122,11 +125,11 @@ class TensorBoardLogger(FileLogger):
                 self._writer_at(place).file_writer.add_event(start, step + 1)
 
     def _publish_evaluation(self, metrics: dict[str, float], step: int, stage: str) -> None:
-        shared = self._train_names - {"epoch"} if stage == "validate" else frozenset()
+        shared = self._train_names - {"epoch"}
         self.log_metrics({n: v for n, v in metrics.items() if n not in shared}, step)
         both = {n: v for n, v in metrics.items() if n in shared}
         if both and self._writes:
-            self._write(self._writer_at(os.path.join(str(self.log_dir), "val")), both, step)
+            self._write(self._writer_at(os.path.join(str(self.log_dir), "val" if stage == "validate" else stage)), both, step)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if metrics and self._writes:
@@ -154,6 +157,10 @@ class TensorBoardLogger(FileLogger):
         with open(os.path.join(str(self.log_dir), self.NAME_HPARAMS_FILE), "w", encoding="utf-8") as file:
             file.write(to_yaml(self.hparams))
 
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        super().on_fit_start(trainer, module)
+        self.log_graph(module)
+
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the graph, when `log_graph` was asked for and an input is known (`model.example_input_array` or `input_array`)."""
         if not self._log_graph or not self._writes:
@@ -162,7 +169,10 @@ class TensorBoardLogger(FileLogger):
         if example is None:
             warnings.warn("TensorBoardLogger(log_graph=True): the module has no example_input_array.", stacklevel=2)
             return
-        self.experiment.add_graph(model, example)
+        traced = copy.deepcopy(model).eval()  # tracing runs the model, which must not move its statistics
+        traced.__dict__["_trainer"] = model.__dict__.get("_trainer")  # it also looks at every attribute
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            self.experiment.add_graph(traced, example)
 
     def save(self) -> None:
         for writer in self._writers.values():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from tests.helpers.modules import Scalar, loader, quiet
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resume import Epochs, Noisy, Stop, assert_equal, noisy_loader
 from trainer import TrainModule
+from trainer.checkpoint import io
 from trainer.errors import CheckpointError, MisconfigurationException
 
 HOOKS = [
@@ -313,3 +318,39 @@ def test_a_checkpoint_saved_after_a_fit_resumes_exactly(tmp_path):
     assert trainer.validate(part, noisy_loader(4)) is not None  # another run of the same weights changes nothing
     trainer.save_checkpoint(tmp_path / "b.ckpt")
     assert_equal(fit(8, tmp_path / "b.ckpt")[0].state_dict(), whole.state_dict())
+
+
+def test_a_checkpoint_plugin_writes_and_reads(tmp_path):
+    class Shelf:
+        kept = {}
+
+        def save_checkpoint(self, table, path):
+            self.kept[str(path)] = copy.deepcopy(table)
+
+        def load_checkpoint(self, path, weights_only):
+            return self.kept[str(path)]
+
+    path = tmp_path / "a"
+    path.touch()  # `ckpt_path` must exist
+    trainer = quiet(max_steps=2, plugins=Shelf())
+    trainer.fit(Scalar(), loader([1, 1, 1]))
+    trainer.save_checkpoint(path)
+    module = Scalar()
+    quiet(max_steps=3, plugins=Shelf()).fit(module, loader([1, 1, 1]), ckpt_path=path)
+    assert module.w.item() == -3.0 and path.stat().st_size == 0
+    with pytest.raises(MisconfigurationException, match="storage_options"):
+        trainer.save_checkpoint(path, storage_options={})
+
+
+def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path):
+    trainer = quiet(max_steps=1)
+    trainer.fit(Scalar(), loader([1]))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    left = tmp_path / io._temporary_name("b.ckpt").replace(f".{os.getpid()}.", f".{dead.pid}.")
+    left.touch()
+    other = quiet(max_steps=1)
+    other.fit(Scalar(), loader([1]))
+    other.save_checkpoint(tmp_path / "a.ckpt")
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt"]

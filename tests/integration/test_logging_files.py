@@ -138,3 +138,27 @@ def test_the_folder_is_fixed_when_the_trainer_is_made(own_directory: Path, monke
     trainer.fit(Both(), loader([1]))
     assert (own_directory / "csv_logs" / "version_0" / "metrics.csv").exists()
     assert list((own_directory / "elsewhere").iterdir()) == []
+
+
+def test_the_graph_is_recorded_without_moving_the_module(tmp_path):
+    class Graphed(Scalar):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5))
+            self.example_input_array = torch.randn(4, 3)
+
+        def forward(self, x):
+            return self.layers(x)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0 * sum(p.sum() for p in self.layers.parameters())
+
+    module, logger = Graphed(), TensorBoardLogger(tmp_path, log_graph=True)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    quiet(max_steps=1, logger=logger).fit(module, loader([1.0]))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert module.layers[1].num_batches_tracked == 0 and module.training
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert any("Linear" in node.name for node in events.Graph().node)

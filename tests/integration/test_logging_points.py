@@ -236,3 +236,27 @@ def test_nothing_is_logged_or_stored_by_the_sanity_check() -> None:
         assert (module.checked, module.metrics_then, memory.of("val")) == (checked, {}, [(1, 2.0)])
         draws.append(module.draw)
     assert len(set(draws)) == 1
+
+
+def test_epoch_end_hooks_see_the_numbers_of_their_own_epoch():
+    seen = []
+
+    class Watching(Scalar):
+        def training_step(self, batch, batch_idx):
+            self.log("train", float(self.current_epoch), on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val", 10.0 + self.current_epoch)
+
+        def on_validation_epoch_end(self):
+            seen.append(("val", self.trainer.callback_metrics["val"].item()))
+
+        def on_train_epoch_end(self):
+            seen.append(("train", self.trainer.callback_metrics["train"].item()))
+
+        def on_train_end(self):
+            seen.append(("epochs", self.current_epoch))
+
+    quiet(max_epochs=2).fit(Watching(), loader([1, 1]), loader([1]))
+    assert seen == [("val", 10.0), ("train", 0.0), ("val", 11.0), ("train", 1.0), ("epochs", 2)]

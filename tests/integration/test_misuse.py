@@ -31,7 +31,7 @@ def fails(message: str, module: Any = None, train: Any = None, val: Any = None, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"strategy": "dpp"}, r"strategy='dpp' is unknown. Did you mean 'ddp'\?"),
+        ({"strategy": "ddpp"}, r"strategy='ddpp' is unknown. Did you mean 'ddp'\?"),
         ({"strategy": 3}, "strategy must be a name or a Strategy, got int"),
         ({"strategy": SingleDeviceStrategy(), "devices": 2}, r"uses one device, but 2 are asked for. Use strategy='ddp', or devices=1"),
         ({"precision": "bf16-mixe"}, r"Did you mean 'bf16-mixed'\?"),
@@ -71,9 +71,9 @@ def fails(message: str, module: Any = None, train: Any = None, val: Any = None, 
         ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs=-1"),
         ({"seed": -1}, "seed=-1 must be a whole number >= 0 or None"),
         ({"seed": 2**32}, "seed=4294967296"),
-        ({"logger": "tensorboard"}, "logger must be True, False, a Logger or a list of them; got str"),
-        ({"logger": [CSVLogger(), 3]}, "got int"),
-        ({"callbacks": ModelCheckpoint}, "callbacks must be Callback objects; got type. Did you pass the class?"),
+        ({"logger": "tensorboard"}, "logger must be True, False, a Logger or a list of them; got builtins.str"),
+        ({"logger": [CSVLogger(), 3]}, "got builtins.int"),
+        ({"callbacks": ModelCheckpoint}, "callbacks must be Callback objects; got the class callbacks.checkpoint.ModelCheckpoint"),
         ({"callbacks": [print]}, "callbacks must be Callback objects"),
         ({"callbacks": ModelCheckpoint(), "enable_checkpointing": False}, "enable_checkpointing=False, but callbacks= holds a ModelCheckpoint"),
         ({"plugins": 3}, "plugins"),
@@ -139,7 +139,7 @@ def test_misspelt_hooks() -> None:
 
 
 def test_models_and_data_modules_of_the_wrong_kind() -> None:
-    fails("trainer.fit takes a TrainModule; got Linear", torch.nn.Linear(1, 1))
+    fails("trainer.fit takes a TrainModule; got torch.nn.modules.linear.Linear", torch.nn.Linear(1, 1))
     with pytest.raises(MisconfigurationException, match="datamodule must be a DataModule; got int"):
         quiet().fit(Scalar(), datamodule=3)
     for fn in ("validate", "test", "predict"):
@@ -301,6 +301,13 @@ def test_calls_at_the_wrong_time() -> None:
         trainer.validate(Estimates(), loader([1]))
 
 
+def test_groups_of_ranks_are_refused_not_ignored() -> None:
+    with pytest.raises(MisconfigurationException, match=r"self.log\('x', sync_dist_group=...\).* leave it out"):
+        Scalar().log("x", 1.0, sync_dist_group=object())
+    with pytest.raises(MisconfigurationException, match=r"self.all_gather\(group=...\)"):
+        Scalar().all_gather(torch.ones(1), group=object())
+
+
 def test_a_run_inside_a_run_of_the_same_trainer() -> None:
     class Inside(Scalar):
         def on_train_start(self) -> None:
@@ -346,3 +353,41 @@ def test_a_monitor_that_is_logged_only_later_is_no_mistake(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, monitor="late")
     quiet(max_epochs=1, callbacks=[checkpoint]).fit(Late(), loader(torch.ones(4)))
     assert float(checkpoint.best_model_score) == 1.0
+
+
+def test_mistakes_that_would_pass_without_a_word():
+    class NoReturn(Scalar):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="training_step returned None, so the batch is skipped"):
+        quiet(max_epochs=1).fit(NoReturn(), loader([1, 2]))
+
+    class NoLoader(Scalar):
+        def validation_step(self, batch, batch_idx): ...
+
+    with pytest.warns(UserWarning, match="a validation_step but no validation loader"):
+        quiet(max_epochs=1).fit(NoLoader(), loader([1]))
+
+    class OldHook(Scalar):
+        def validation_epoch_end(self, outputs): ...
+
+    with pytest.raises(MisconfigurationException, match=r"rename it to on_validation_epoch_end\(self\)"):
+        quiet(max_epochs=1).fit(OldHook(), loader([1]))
+
+    class Manual(Scalar):
+        automatic_optimization = False
+
+    with pytest.raises(MisconfigurationException, match="gradient_clip_val works in automatic optimization only"):
+        quiet(max_epochs=1, gradient_clip_val=1.0).fit(Manual(), loader([1]))
+
+
+def test_a_monitor_of_a_validation_that_never_runs_is_found_before_step_1():
+    class Validated(Scalar):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 1.0)
+
+    module = Validated()
+    with pytest.raises(MisconfigurationException, match="nothing logs that name"), pytest.warns(UserWarning):
+        quiet(max_epochs=1, callbacks=[EarlyStopping("val_loss")]).fit(module, loader([1, 1]))
+    assert module.w.item() == 0.0

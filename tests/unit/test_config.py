@@ -12,6 +12,7 @@ import torch
 
 from trainer import DDPStrategy, MisconfigurationException, Precision, SingleDeviceStrategy, Trainer
 from trainer import config
+from trainer.launchers import LocalLauncher
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,7 @@ def test_strategies_by_name_and_as_objects() -> None:
 def test_plugins() -> None:
     class IO:
         def save_checkpoint(self, table: dict[str, Any], path: Any) -> None: ...
+        def load_checkpoint(self, path: Any, weights_only: bool) -> Any: ...
 
     precision, io = Precision(), IO()
     assert config.plugins(None) == []
@@ -167,3 +169,17 @@ def test_unknown_keyword_arguments() -> None:
     assert Made(first=5).sum == 7
     with pytest.raises(TypeError, match=r"Trainer has no argument 'secnd'. Did you mean 'second'\?"):
         Made(secnd=1)
+
+
+def test_a_launcher_object_is_used() -> None:
+    assert Trainer(launcher=LocalLauncher(2), accelerator="cpu", devices=2, strategy="ddp", logger=False)._makes_processes()
+    with pytest.raises(MisconfigurationException, match="devices=3 differs from the launcher's 2 processes"):
+        Trainer(launcher=LocalLauncher(2), accelerator="cpu", devices=3, strategy="ddp", logger=False)
+    with pytest.raises(MisconfigurationException, match="one process cannot act as 2 processes"):
+        Trainer(launcher="in-process", accelerator="cpu", devices=2, strategy="ddp", logger=False)
+    assert not Trainer(launcher="in-process", logger=False)._makes_processes()
+
+
+def test_more_processes_than_the_machine_can_bear_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="devices=999 would start 999 processes on .* cores. Ask for fewer"):
+        Trainer(accelerator="cpu", devices=999, strategy="ddp", logger=False)

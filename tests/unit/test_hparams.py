@@ -150,6 +150,19 @@ def test_arguments_that_the_class_does_not_take_are_left_out(tmp_path: Path) -> 
     assert list(Without.load_from_checkpoint(path, strict=False).parameters()) == []
 
 
+def test_an_argument_of_the_call_that_the_class_does_not_take_is_an_error(tmp_path: Path) -> None:
+    class Narrow(TrainModule):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+
+    with pytest.raises(TypeError, match="sise"):
+        Narrow.load_from_checkpoint(save(tmp_path / "m.ckpt", Module(0.1)), sise=3)
+    with pytest.raises(TypeError, match="takes no arguments"):
+        DataModule.from_datasets([1.0], factr=2)
+    with pytest.raises(TypeError, match="takes no arguments"):
+        DataModule.load_from_checkpoint(tmp_path / "m.ckpt", factr=2)
+
+
 def test_errors_of_loading(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"missing\.ckpt"):
         Module.load_from_checkpoint(tmp_path / "missing.ckpt")

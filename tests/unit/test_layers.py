@@ -17,7 +17,7 @@ FILES = {
 }
 """Dotted name of every module -> its file."""
 
-OPTIONAL = {"yaml", "tqdm.notebook", "IPython", "rich", "torchmetrics", "tensorboard", "torch.utils.tensorboard"}
+OPTIONAL = {"yaml", "tqdm.notebook", "IPython", "rich", "torchmetrics", "tensorboard", "torch.utils.tensorboard", "trainer.strategies.sharding"}
 """What a function may import: packages that may be missing or are slow to load."""
 
 OUTSIDE = {"trainer": {"torch", "cloudpickle", "callbacks"}, "callbacks": {"torch", "tqdm", "tensorboard"}}

@@ -30,13 +30,15 @@ def resolve(wanted: str | os.PathLike[str] | None, checkpoints: Sequence[Any], f
     if wanted == "best":
         best = next((c.best_model_path for c in checkpoints if c.best_model_path), None)
         if best is None:
-            raise MisconfigurationException("ckpt_path='best': no ModelCheckpoint of this trainer has a best file; fit first, or give a path.")
+            raise MisconfigurationException(
+                "ckpt_path='best': no ModelCheckpoint of this trainer has a best file; fit first, or give a path."
+            )
         return str(best)
     if wanted in ("last", "auto"):
         known = [c.last_model_path for c in checkpoints if getattr(c, "last_model_path", "")]
         found = newest([*known, *_files(folders)])
         if found is None and wanted == "last":
-            raise CheckpointError(f"ckpt_path='last': there is no checkpoint in {', '.join(folders) or 'any folder'}.")
+            raise CheckpointError(f"ckpt_path='last': there is no checkpoint in {', '.join(folders) or 'any folder'}. 'auto' starts afresh then.")
         return found
     if not os.path.exists(wanted):
         raise CheckpointError(f"ckpt_path={os.fspath(wanted)!r} does not exist.")

@@ -94,9 +94,15 @@ def progress_of(table: Mapping[str, Any]) -> Progress:
     return progress
 
 
-def restore_module(module: torch.nn.Module, table: Mapping[str, Any], strict: bool = True) -> None:
-    """Load the weights of a checkpoint, whatever wrapper its keys name."""
-    module.load_state_dict(strip_prefixes(table["state_dict"], module.state_dict()), strict=strict)
+def restore_module(
+    module: torch.nn.Module, table: Mapping[str, Any], strict: bool = True, load: Callable[..., Any] | None = None
+) -> None:
+    """Load the weights of a checkpoint, whatever wrapper its keys name, through `load(module, weights, strict=)`."""
+    weights = strip_prefixes(table["state_dict"], module.state_dict())
+    if load is None:
+        module.load_state_dict(weights, strict=strict)
+    else:
+        load(module, weights, strict=strict)
 
 
 def callback_keys(callbacks: Sequence[Any]) -> dict[str, Any]:

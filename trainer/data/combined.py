@@ -277,6 +277,7 @@ class CombinedSource(Source):
             limit=rest(self.num_batches if exact else self._limit, done),
             remaining=max(self.num_batches - done, 0) if exact else None,
             agree=None if exact else self.spec.agree,
+            **({} if exact else self._joining(position)),
             resumed=bool(position),
             name=self.name,
         )

@@ -173,7 +173,12 @@ class OpenEpoch(Epoch):
     """A pass whose end only the data knows: fetched one group ahead, and the ranks agree before each group.
 
     Policy (training on several ranks): the epoch ends for all ranks together with the first that runs out of data; batches that
-    others had fetched by then are left out, with one warning.
+    others had fetched by then are left out, with one warning. With `join` it ends with the last: a rank that has run out repeats its last
+    batch with weight 0, and a step is the mean over the samples that the others still have.
+
+    Args:
+        join: collective, the sum of a list of numbers over the ranks; given for the second policy.
+        again: the position is one of a rank that has run out; it stands before the batch that is repeated.
     """
 
     def __init__(
@@ -184,12 +189,15 @@ class OpenEpoch(Epoch):
         limit: int | None = None,
         remaining: int | None = None,
         agree: Callable[[bool], bool] | None = None,
+        join: Callable[[list[int]], list[int]] | None = None,
+        again: bool = False,
         resumed: bool = False,
         ended: Callable[[int], None] | None = None,
         name: str = "loader",
     ) -> None:
         self.remaining = remaining
         self._stream, self._world, self._limit, self._agree = stream, world, limit, agree
+        self._join, self._again = join, again
         self._resumed, self._ended, self._name = resumed, ended, name
         self._fetched = 0
         self._position = stream.place()
@@ -209,6 +217,9 @@ class OpenEpoch(Epoch):
         return not group if self._agree is None else self._agree(not group)
 
     def groups(self, accumulate: int) -> Iterator[Group]:
+        if self._join is not None:
+            yield from self._joined(accumulate)
+            return
         try:
             group = self._fetch(accumulate)
             if self._out(group):
@@ -227,6 +238,55 @@ class OpenEpoch(Epoch):
                 self._position = place
                 yield self._group(group, last)
                 group = ahead
+        finally:
+            self.close()
+
+    def _joined(self, accumulate: int) -> Iterator[Group]:
+        """The groups of all ranks together: each as long as the longest rank's, filled up with repeated batches of weight 0."""
+        last: Fetched | None = None  # the batch to repeat
+        before = self._stream.place()  # where it can be fetched from once more
+
+        def fetch() -> tuple[list[Fetched], list[int], Any]:
+            nonlocal last, before
+            mine: list[Fetched] = []
+            while len(mine) < accumulate and not self._again:
+                place = self._stream.place()
+                one = self._fetch(1)
+                if not one:
+                    break
+                mine, last, before = mine + one, one[0], place
+            counts = [1 if f.local is None else f.local for f in mine] + [0] * (accumulate - len(mine))
+            *totals, without = self._join([*counts, int(last is None)])
+            totals = totals[: totals.index(0)] if 0 in totals else totals
+            if without and totals:
+                raise DataError(
+                    f"{self._name}: {without} ranks have no batch at all, so they have none to repeat while the others go on "
+                    "(uneven='join'). Give every rank data, or use uneven='stop'."
+                )
+            if last is not None:
+                mine += [last._replace(local=0)] * (len(totals) - len(mine))
+            return mine, counts, totals
+
+        try:
+            if self._again:
+                (last,) = self._fetch(1)
+            group, counts, totals = fetch()
+            if not totals and not self._resumed:
+                self._nothing(False)
+            while totals:
+                place, ran_out = self._stream.place(), before
+                ahead, *more = fetch()
+                out = not any(more[0])
+                self._position = {**ran_out, "again": self._world} if out and last is not None else place
+                if not more[1]:
+                    self._over(0)
+                size = len(totals)
+                weights = window_weights(counts[:size], totals, self._world)
+                shown: list[int | None] = list(counts[:size])
+                if not self._stream.sized:
+                    shown = [None if n else 0 for n in shown]
+                yield Group(size, weights, not more[1], [f.batch for f in group], None if all(n is None for n in shown) else shown)
+                group, (counts, totals) = ahead, more
         finally:
             self.close()
 

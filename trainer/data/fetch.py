@@ -22,7 +22,7 @@ from trainer.data.purity import never_draws
 from trainer.data.shard import Cut
 from trainer.seed import derive, seed_rngs
 
-__all__ = ["MapFetch", "end_workers", "guarded", "rebuild", "tensor_batches"]
+__all__ = ["MapFetch", "end_kept_workers", "end_workers", "guarded", "read", "rebuild", "straight", "tensor_batches"]
 
 _CHUNK = 256  # batches cut from an order at once; bounds what a look ahead holds
 
@@ -189,12 +189,17 @@ def rebuild(loader: DataLoader, fetch: Any) -> DataLoader:
     )
 
 
+def straight(loader: DataLoader) -> bool:
+    """True when a DataLoader would fetch in this process and on pageable memory: it can then be gone around."""
+    return loader.num_workers == 0 and not (loader.pin_memory and torch.accelerator.is_available())
+
+
 def read(loader: DataLoader, items: Iterator[Any], seed: int) -> Iterator[Any]:
     """Return an iterator of what `loader` (from `rebuild`) fetches for `items`, without a DataLoader's detours where none is needed.
 
     `seed` becomes the base of what workers see as `get_worker_info().seed`.
     """
-    if loader.num_workers or (loader.pin_memory and torch.accelerator.is_available()):
+    if not straight(loader):
         loader.sampler.now = items
         loader.generator.manual_seed(seed)
         return _start_workers(loader)
@@ -219,3 +224,11 @@ def end_workers(iterator: Any) -> None:
     stop = getattr(iterator, "_shutdown_workers", None)
     if stop is not None:
         stop()
+
+
+def end_kept_workers(loader: Any) -> None:
+    """End the persistent workers of a DataLoader, which outlive its passes; the next pass starts new ones."""
+    iterator = getattr(loader, "_iterator", None)
+    if isinstance(loader, DataLoader) and iterator is not None:
+        end_workers(iterator)
+        loader._iterator = None

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, default_collate, default_convert, get_worker_info
 
 from trainer.data.epoch import Epoch, Fetched, OpenEpoch, Stream, rest
-from trainer.data.fetch import end_workers, guarded, read, rebuild
+from trainer.data.fetch import end_kept_workers, end_workers, guarded, read, rebuild
 from trainer.data.selfsharding import shards_itself
-from trainer.data.source import Source, Spec, declared_length, resolve_limit
+from trainer.data.source import DeclaredSource, Spec, declared_length
 from trainer.seed import derive, seed_rngs
 
 __all__ = ["StreamSource", "is_stateful"]
@@ -163,8 +162,10 @@ class LoaderStream(Stream):
             end_workers(iterator)
 
 
-class StreamSource(Source):
+class StreamSource(DeclaredSource):
     """A DataLoader over an IterableDataset. `counts` names how a position is kept: "samples", "batches" or "loader"."""
+
+    whose = "the data set's"
 
     def __init__(self, loader: DataLoader, spec: Spec, name: str) -> None:
         super().__init__(spec, name)
@@ -179,12 +180,9 @@ class StreamSource(Source):
         self._tokens = itertools.count()
         declared = declared_length(dataset)
         if declared is not None:
-            size, world = loader.batch_size or 1, self.fetch.world
-            self.hint = declared // (size * world) if loader.drop_last else -(-declared // (size * world))
-        self._declared, self._warned = self.hint, False
-        self._limit = resolve_limit(spec.limit, self.hint, name)
-        if self._limit is not None and self.hint is not None:
-            self.hint = min(self.hint, self._limit)
+            size = (loader.batch_size or 1) * self.fetch.world
+            declared = declared // size if loader.drop_last else -(-declared // size)
+        self._declare(declared)
 
     def _epoch(self, epoch: int, position: dict[str, Any], prefix: str) -> Epoch:
         if position and "loader" not in position:
@@ -197,6 +195,7 @@ class StreamSource(Source):
             world=self.spec.world,
             limit=rest(self._limit, self._done(position)),
             agree=self.spec.agree,
+            **self._joining(position),
             resumed=bool(position),
             ended=None if position else self._ended,
             name=self.name,
@@ -208,18 +207,6 @@ class StreamSource(Source):
             return int(position.get("batches", 0))
         return -(-int(position.get("samples", 0)) // ((self.fetch.size or 1) * self.fetch.world))
 
-    def _ended(self, batches: int) -> None:
-        wrong = self._declared is not None and batches != self._declared and batches != self._limit
-        if wrong and self.spec.train and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self.name} declares a length of {self._declared} batches and gave {batches}. The epoch has {batches}; correct the "
-                "data set's __len__.",
-                stacklevel=2,
-            )
-
     def close(self) -> None:
         super().close()
-        if self.loader._iterator is not None:
-            end_workers(self.loader._iterator)
-            self.loader._iterator = None
+        end_kept_workers(self.loader)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from trainer.data.epoch import Epoch, Fetched, OpenEpoch, Stream, rest
-from trainer.data.fetch import end_workers, guarded
+from trainer.data.fetch import end_kept_workers, end_workers, guarded
 from trainer.data.iterable import is_stateful
 from trainer.data.selfsharding import shards_itself
-from trainer.data.source import Source, Spec, declared_length, resolve_limit
+from trainer.data.source import DeclaredSource, Spec, declared_length
 from trainer.seed import derive, seed_rngs
 
 __all__ = ["OpaqueSource"]
@@ -91,7 +88,7 @@ class OpaqueStream(Stream):
             end_workers(iterator)
 
 
-class OpaqueSource(Source):
+class OpaqueSource(DeclaredSource):
     """An iterable of finished batches."""
 
     def __init__(self, loader: Any, spec: Spec, name: str) -> None:
@@ -101,11 +98,7 @@ class OpaqueSource(Source):
         self.place = (0, 1) if by_rank else (spec.rank, spec.world)
         self.suffix = f"/rank{spec.rank}" if by_rank and spec.world > 1 else ""
         declared = declared_length(loader)
-        self.hint = None if declared is None else -(-declared // self.place[1])
-        self._declared, self._warned = self.hint, False
-        self._limit = resolve_limit(spec.limit, self.hint, name)
-        if self._limit is not None and self.hint is not None:
-            self.hint = min(self.hint, self._limit)
+        self._declare(None if declared is None else -(-declared // self.place[1]))
 
     def _epoch(self, epoch: int, position: dict[str, Any], prefix: str) -> Epoch:
         self._expect(position, "batches")
@@ -116,20 +109,12 @@ class OpaqueSource(Source):
             world=self.spec.world,
             limit=rest(self._limit, -(-int(position.get("batches", 0)) // self.place[1])),
             agree=self.spec.agree,
+            **self._joining(position),
             resumed=bool(position),
             ended=None if position else self._ended,
             name=self.name,
         )
 
-    def _ended(self, batches: int) -> None:
-        wrong = self._declared is not None and batches != self._declared and batches != self._limit
-        if wrong and self.spec.train and not self._warned:
-            self._warned = True
-            warnings.warn(f"{self.name} declares a length of {self._declared} batches and gave {batches}; correct its __len__.", stacklevel=2)
-
     def close(self) -> None:
         super().close()
-        iterator = getattr(self.loader, "_iterator", None)
-        if isinstance(self.loader, DataLoader) and iterator is not None:
-            end_workers(iterator)
-            self.loader._iterator = None
+        end_kept_workers(self.loader)

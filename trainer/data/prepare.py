@@ -30,6 +30,7 @@ def prepare(
     agree: Callable[[bool], bool] | None = None,
     index: int | str = 0,
     drain_progress: Callable[[int, int], None] | None = None,
+    join: Callable[[list[int]], list[int]] | None = None,
 ) -> Source:
     """Return the source of this rank's batches of `loader`.
 
@@ -46,6 +47,8 @@ def prepare(
         shuffle: False puts sequential order in the place of a random sampler; None keeps the loader's.
         agree: collective "does any rank say True"; needed in training on several ranks for data of unknown length.
         index: the loader's number among those of the run, so that no two share an order.
+        join: collective sum of a list of numbers over the ranks. Given, training on data of unknown length goes on until the last rank has
+            none; else it stops with the first.
         drain_progress: called with (done, total) while an iterable is drained on resume.
 
     Raises:
@@ -54,7 +57,8 @@ def prepare(
     """
     key = f"{'train' if train else 'eval'}{index}"  # a training and a validation loader share no random stream either
     together = agree if train and world_size > 1 else None
-    spec = Spec(train, seed, rank, world_size, shard, limit, shuffle, together, key, drain_progress)
+    join = join if train and world_size > 1 else None
+    spec = Spec(train, seed, rank, world_size, shard, limit, shuffle, together, key, drain_progress, join)
     return build(loader, spec)
 
 

@@ -1,7 +1,8 @@
 """Who cuts data for ranks and workers: found out by reading the names in the code of a user's class.
 
 There is no protocol by which a data set or sampler says that it gives each rank its own part. Those that do have to ask for the
-rank or the worker somewhere, so the code that asks is taken as the answer. `shard=False` (`use_distributed_sampler=False`) says it outright.
+rank or the worker somewhere, so the code that asks is taken as the answer. `shard=False` (`use_distributed_sampler=False`) says
+it outright.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,14 +13,14 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from trainer.data.epoch import Epoch, ExactEpoch
-from trainer.data.fetch import MapFetch, end_workers, identity, read, rebuild, tensor_batches
+from trainer.data.fetch import MapFetch, end_kept_workers, identity, read, rebuild, straight, tensor_batches
 from trainer.data.order import Order, is_random, make_order, own_generator, sampler_length, sequential, unwrap_batches
 from trainer.data.selfsharding import ranked_sampler
 from trainer.data.shard import Cut
 from trainer.errors import DataError, MisconfigurationException
 from trainer.seed import derive
 
-__all__ = ["MapSource", "Source", "Spec", "agreed_minimum", "declared_length", "resolve_limit"]
+__all__ = ["DeclaredSource", "MapSource", "Source", "Spec", "agreed_minimum", "declared_length", "resolve_limit"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Spec:
     agree: Callable[[bool], bool] | None = None
     key: str = "0"
     drain_progress: Callable[[int, int], None] | None = None
+    join: Callable[[list[int]], list[int]] | None = None
 
 
 class Source:
@@ -87,6 +89,11 @@ class Source:
         for epoch in list(self._live):
             epoch.close()
 
+    def _joining(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of an `OpenEpoch` that make ranks go on until the last has no data; none where they stop together."""
+        join = self.spec.join
+        return {} if join is None else {"join": join, "again": position.get("again") == self.spec.world}
+
     def _expect(self, position: dict[str, Any], key: str) -> int:
         """Return the number `position` keeps under `key` (0 when it is empty)."""
         if position and key not in position:
@@ -95,6 +102,28 @@ class Source:
                 "the run was saved with, or start the epoch anew."
             )
         return int(position.get(key, 0))
+
+
+class DeclaredSource(Source):
+    """A source whose loader declares a length that only its data can confirm."""
+
+    whose = "its"  # length, in the warning: the loader's or the data set's
+
+    def _declare(self, batches: int | None) -> None:
+        """Take the number of batches that this rank gets by the declared length, None where there is none, and settle the limit."""
+        self._declared, self._warned = batches, False
+        self._limit = resolve_limit(self.spec.limit, batches, self.name)
+        self.hint = batches if self._limit is None or batches is None else min(batches, self._limit)
+
+    def _ended(self, batches: int) -> None:
+        wrong = self._declared is not None and batches != self._declared and batches != self._limit
+        if wrong and self.spec.train and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.name} declares a length of {self._declared} batches and gave {batches}. The epoch has {batches}; correct "
+                f"{self.whose} __len__.",
+                stacklevel=2,
+            )
 
 
 def declared_length(thing: Any) -> int | None:
@@ -216,10 +245,8 @@ class MapSource(Source):
     def _epoch(self, epoch: int, position: dict[str, Any], prefix: str) -> Epoch:
         scale = self.spec.world if self._own else 1
         start = self._expect(position, self._key) // scale
-        if isinstance(self._sampler, range):
+        if isinstance(self._sampler, list | range):
             order: Order = self._sampler
-        elif isinstance(self._sampler, list):
-            order = self._sampler
         else:
             order = make_order(self._sampler, self.spec.seed, prefix, epoch, self._initial)
         cut = self._cut(self._shared(len(order)), start)
@@ -230,8 +257,7 @@ class MapSource(Source):
         loader, tensors = self._loader, self._fetch.tensors
         if loader is None:
             return map(self._fetch.__getitem__, self._items(order, cut, prefix))
-        straight = loader.num_workers == 0 and not (loader.pin_memory and torch.accelerator.is_available())
-        if straight and tensors is not None and not isinstance(order, list) and (cut.train or cut.world == 1):
+        if straight(loader) and tensors is not None and not isinstance(order, list) and (cut.train or cut.world == 1):
             return tensor_batches(tensors, order, cut)
         return read(loader, self._items(order, cut, prefix), derive(self.spec.seed, "workers", prefix, self.spec.rank))
 
@@ -253,6 +279,4 @@ class MapSource(Source):
 
     def close(self) -> None:
         super().close()
-        if self._loader is not None and self._loader._iterator is not None:
-            end_workers(self._loader._iterator)
-            self._loader._iterator = None
+        end_kept_workers(self._loader)

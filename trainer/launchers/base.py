@@ -22,6 +22,7 @@ class Launcher(ABC):
     """Calls a task in every process of a run, handing each its `World`."""
 
     name: ClassVar[str]
+    world: World | None = None  # of a process that was started already; None for a launcher that makes processes
 
     @abstractmethod
     def launch(self, task: Callable[[World], T]) -> T:
@@ -39,6 +40,7 @@ class InProcessLauncher(Launcher):
     """Calls the task here and now, as the only rank."""
 
     name = "in-process"
+    world = World()
 
     def launch(self, task: Callable[[World], T]) -> T:
         """Return `task(World())`; exceptions pass through untouched."""

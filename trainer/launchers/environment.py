@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from trainer.errors import MisconfigurationException, nearest
-from trainer.launchers.base import Launcher
+from trainer.launchers.base import InProcessLauncher, Launcher
 from trainer.world import World
 
 __all__ = ["SlurmLauncher", "TorchrunLauncher", "detect"]
 
 T = TypeVar("T")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LOCAL = ("local", "in-process")  # names of launchers that need no detection
+_LOCAL = ("local",)  # names of launchers that need no detection
 
 
 class _StartedElsewhere(Launcher):
@@ -124,7 +124,7 @@ def detect(requested: str | bool | Launcher | None = None) -> Launcher | None:
     """Return the launcher that started this process as one of several, or None when nobody did.
 
     Args:
-        requested: None looks for itself; False, "local" or "in-process" turn the look off (None is returned); "torchrun" or
+        requested: None looks for itself; False or "local" turn the look off (None is returned); "in-process", "torchrun" or
             "slurm" insist on one; a `Launcher` is returned as it is.
 
     Raises:
@@ -132,12 +132,14 @@ def detect(requested: str | bool | Launcher | None = None) -> Launcher | None:
     """
     if isinstance(requested, Launcher):
         return requested
+    if requested == InProcessLauncher.name:
+        return InProcessLauncher()
     if requested is False or requested in _LOCAL:
         return None
     if requested is None or requested == "auto":
         return next((kind() for kind in _DETECTED.values() if kind.found()), None)
     if requested not in _DETECTED:
-        names = [*_LOCAL, *_DETECTED]
+        names = [*_LOCAL, InProcessLauncher.name, *_DETECTED]
         raise MisconfigurationException(
             f"unknown launcher {requested!r}; choose one of {', '.join(names)}.{nearest(str(requested), names)}"
         )
@@ -191,7 +193,12 @@ def _slurm_address(env: Mapping[str, str], num_nodes: int) -> str:
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:
-    """MASTER_PORT, or a port all tasks can work out; steps of one job differ, so that two may run at once."""
+    """MASTER_PORT, a port that Slurm keeps free for the step (srun --resv-ports), or one that all tasks can work out.
+
+    The last differs from step to step of a job, so that two may run at once.
+    """
     if "MASTER_PORT" in env:
         return _number(env, "MASTER_PORT", low=1, high=65536)
+    if reserved := re.match(r"\d+", env.get("SLURM_STEP_RESV_PORTS", "")):
+        return int(reserved[0])
     return 15000 + (_number(env, "SLURM_JOB_ID", 0) * 31 + _number(env, "SLURM_STEP_ID", 0)) % 15000

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.errors import MisconfigurationException, SIGTERMException
+from trainer.launchers import bulk
 from trainer.launchers.base import Launcher, ProcessError
 from trainer.launchers.rendezvous import BACKEND
 from trainer.launchers.supervisor import Event, Supervisor, socket_path
@@ -79,16 +80,18 @@ class LocalLauncher(Launcher):
             KeyboardInterrupt, SIGTERMException: this process got the signal; the ranks got it as well and have ended.
             MisconfigurationException: the task cannot be pickled.
         """
+        apart = bulk.Apart()
         try:
-            payload = dumps(task)
+            payload = dumps(task, apart)
         except Exception as error:
             raise MisconfigurationException(
                 f"the task cannot be sent to the ranks: {error}. Make open files, locks and handles in `setup` or another hook "
                 "of the run, or drop them in `__getstate__`."
             ) from error
         try:
-            with _private_folder() as folder, _ParentState():
-                _write_start(folder, payload, self.num_processes)
+            with _private_folder(bulk.base_folder(apart.size)) as folder, _ParentState():
+                _write_start(folder, self.num_processes)
+                bulk.write(os.path.join(folder, "task"), payload, apart)
                 failure = self._run(folder)
                 if failure is None:
                     return _result(folder)
@@ -170,7 +173,7 @@ def _death(rank: int, code: int) -> str:
     return f"rank {rank} was killed by signal {-code} ({name}).{hint}"
 
 
-def _write_start(folder: str, payload: bytes, num_processes: int) -> None:
+def _write_start(folder: str, num_processes: int) -> None:
     """Store what the ranks need before and after they can load torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -184,13 +187,12 @@ def _write_start(folder: str, payload: bytes, num_processes: int) -> None:
         },
     }
     Path(folder, "start.json").write_text(json.dumps(start), encoding="utf-8")
-    Path(folder, "task").write_bytes(payload)
 
 
 @contextlib.contextmanager
-def _private_folder() -> Iterator[str]:
+def _private_folder(base: str | None = None) -> Iterator[str]:
     """A folder that only this user can read, and that is gone afterwards."""
-    folder = tempfile.mkdtemp(prefix="trainer-")
+    folder = tempfile.mkdtemp(prefix="trainer-", dir=base)
     if len(os.fsencode(socket_path(folder))) > _SOCKET_PATH_LIMIT:
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="trainer-", dir="/tmp")

@@ -6,9 +6,10 @@ import atexit
 import os
 import sys
 
+from trainer.launchers import bulk
 from trainer.launchers.environment import TorchrunLauncher
 from trainer.launchers.supervisor import Line
-from trainer.launchers.transport import Report, dumps, loads, write_whole
+from trainer.launchers.transport import Report, dumps, write_whole
 
 __all__ = ["main"]
 
@@ -20,8 +21,7 @@ def main(folder: str, line: Line) -> None:
     """
     rank = int(os.environ["RANK"])
     try:
-        with open(os.path.join(folder, "task"), "rb") as file:
-            task = loads(file.read())
+        task = bulk.read(os.path.join(folder, "task"))
         result = task(TorchrunLauncher().world)
         if rank == 0:
             write_whole(os.path.join(folder, "result"), dumps(result))

@@ -17,7 +17,8 @@ from typing import Any
 import cloudpickle
 import torch.distributed
 
-from trainer.errors import SIGTERMException
+from trainer.errors import SIGTERMException, StallError
+from trainer.launchers import bulk
 
 __all__ = ["Report", "dumps", "loads", "pickle_error", "write_whole"]
 
@@ -32,13 +33,16 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
 
 
 class _Pickler(cloudpickle.Pickler):
-    dispatch_table = ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table = ChainMap({types.CodeType: _reduce_code, **bulk.REDUCERS}, cloudpickle.Pickler.dispatch_table)
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle `value`, also functions and classes made in the main script or inside a function, by value."""
+def dumps(value: Any, apart: bulk.Apart | None = None) -> bytes:
+    """Pickle `value`, also functions and classes made in the main script or inside a function, by value.
+
+    With `apart` the memory of big tensors and arrays is left there, to be written beside the pickle (see `bulk`).
+    """
     file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(value)
+    _Pickler(file, protocol=5, buffer_callback=apart).dump(value)
     return file.getvalue()
 
 
@@ -127,6 +131,8 @@ def _kind(error: BaseException) -> str:
         return "stopped"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if isinstance(error, StallError):
+        return "fault"  # it has looked for the one to blame
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

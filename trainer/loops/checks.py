@@ -34,7 +34,7 @@ def check_monitors(run: Any) -> None:
     for key, entry in run.collector.entries.items():
         known |= {key, f"{key}_step", f"{key}_epoch"} if entry.on_step and entry.on_epoch else {key}
     for monitor, owner in wanted.items():
-        if monitor in known or _may_come_later(run) or _written_in(type(run.module), monitor):
+        if monitor in known or _may_come_later(run) or _written_in(run, monitor):
             continue
         raise MisconfigurationException(
             f"{owner}(monitor={monitor!r}): nothing logs that name.{nearest(monitor, known)} Logged are: "
@@ -54,10 +54,14 @@ def _seen(run: Any, name: str) -> bool:
     return name.startswith("on_validation") and run.sanity_checked
 
 
-def _written_in(cls: type, name: str) -> bool:
-    """True when a method of the user's class, or of one it inherits from, holds the name as a literal."""
+def _written_in(run: Any, name: str) -> bool:
+    """True when a method of the user's class that will run, or of one it inherits from, holds the name as a literal."""
+    cls = type(run.module)
     own = cls.__mro__[: cls.__mro__.index(TrainModule)]
-    codes = [f.__code__ for klass in own for f in vars(klass).values() if isinstance(f, FunctionType)]
+    silent = ("__init__", "configure_", "test", "predict", "on_test", "on_predict")
+    silent += () if run.validates else ("validation_", "on_validation_")
+    functions = [f for klass in own for f in vars(klass).values() if isinstance(f, FunctionType)]
+    codes = [f.__code__ for f in functions if not f.__name__.startswith(silent)]
     literals: set[Any] = set()
     while codes:
         constants = codes.pop().co_consts

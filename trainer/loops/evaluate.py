@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from trainer.errors import MisconfigurationException
-from trainer.loops.transfer import copy_ahead, receive
+from trainer.loops.transfer import copy_ahead, receive, takes_index
 from trainer.metrics import Collector, Published
 from trainer.seed import isolate_rng
 
-__all__ = ["evaluate", "sanity_check", "validate", "validation_due"]
+__all__ = ["evaluate", "modes_kept", "outputs", "sanity_check", "validate", "validation_due", "validation_interval"]
 
 _WORD = {"validate": "validation", "sanity_check": "validation", "test": "test"}
-_STEP = {"validate": "validation_step", "sanity_check": "validation_step", "test": "test_step"}
 
 
 def evaluate(run: Any) -> list[dict[str, float]]:
@@ -75,9 +74,9 @@ def validation_interval(run: Any, source: Any) -> int:
 def validate(run: Any) -> None:
     """Validate inside a fit: the state of training is the same before and after. Collective."""
     stage, run.stage = run.stage, "validate"
-    collector, run.collector = run.collector, None
+    collector = run.collector
     try:
-        _pass(run, "validate", collector.dist)
+        _pass(run, "validate")
     finally:
         run.stage, run.collector = stage, collector
         torch.set_grad_enabled(True)
@@ -94,7 +93,7 @@ def sanity_check(run: Any) -> None:
     with isolate_rng():
         run.hooks.call("on_sanity_check_start")
         try:
-            published = _pass(run, "sanity_check", collector.dist, limit=None if n == -1 else n)
+            published = _pass(run, "sanity_check", limit=None if n == -1 else n)
         finally:
             run.stage, run.collector = stage, collector
         run.known_names.update(published.callback)
@@ -103,22 +102,24 @@ def sanity_check(run: Any) -> None:
     run.sanity_checked = True
 
 
-def _pass(run: Any, stage: str, dist: Any = None, limit: int | None = None) -> Published:
+def _pass(run: Any, stage: str, limit: int | None = None) -> Published:
     """One pass over all loaders of a stage."""
     word, hooks = _WORD[stage], run.hooks
     if run.fn == "fit" and stage == "validate":
         hooks.call("on_validation_model_zero_grad")
     sources = run.loaders.sources("validate" if stage == "sanity_check" else stage)
-    run.collector = Collector(dist or run.dist, run.module.get_submodule)
+    run.collector = Collector(run.dist, run.module.get_submodule)
     run.strategy.sync_buffers()
-    with modes_kept(run.module), torch.inference_mode(run.settings.inference_mode), torch.no_grad():
+    with run.strategy.evaluating(), modes_kept(run.module), torch.inference_mode(run.settings.inference_mode), torch.no_grad():
         hooks.call(f"on_{word}_model_eval")
         hooks.call(f"on_{word}_start")
         hooks.call(f"on_{word}_epoch_start")
         for index, source in enumerate(sources):
             run.recorder.loader = index if len(sources) > 1 else None
-            _loader(run, stage, source, index, len(sources) > 1, limit)
+            for _ in outputs(run, word, source, index, len(sources) > 1, limit):
+                pass
         run.recorder.loader = None
+        show_epoch(run, f"on_{word}_epoch_end")
         hooks.call(f"on_{word}_epoch_end")
         published = run.collector.publish_step().join(run.collector.publish_epoch())
         if stage != "sanity_check":
@@ -128,9 +129,16 @@ def _pass(run: Any, stage: str, dist: Any = None, limit: int | None = None) -> P
     return published
 
 
-def _loader(run: Any, stage: str, source: Any, index: int, several: bool, limit: int | None) -> None:
-    word, hooks = _WORD[stage], run.hooks
-    step = step_caller(run.strategy.step(_STEP[stage]), several, index)
+def show_epoch(run: Any, hook: str) -> None:
+    """Put the epoch's numbers into `callback_metrics` ahead of an epoch-end hook that the user overrides. Collective."""
+    if run.hooks.foreign(hook):
+        run.trainer.results.add(run.collector.peek_epoch())
+
+
+def outputs(run: Any, word: str, source: Any, index: int, several: bool, limit: int | None = None) -> Iterator[Any]:
+    """Run `validation_step`, `test_step` or `predict_step` (as `word` says) on a loader's batches; yield what it returns."""
+    hooks, name = run.hooks, f"{word}_step"
+    step = step_caller(run.strategy.step(name), several, index)
     hears_start, hears_end = hooks.used(f"on_{word}_batch_start"), hooks.used(f"on_{word}_batch_end")
     passing = source.epoch(run.progress.epoch if run.fn == "fit" else 0)
     copy_ahead(run, passing)
@@ -140,12 +148,13 @@ def _loader(run: Any, stage: str, source: Any, index: int, several: bool, limit:
         batch, run.recorder.place = receive(run, batch, None, index), (index, i)
         if hears_start:
             hooks.call(f"on_{word}_batch_start", batch, i, index)
-        hooks.current = _STEP[stage]
+        hooks.current = name
         with run.precision.forward_context():
             output = step(batch, i)
         hooks.current = ""
         if hears_end:
             hooks.call(f"on_{word}_batch_end", output, batch, i, index)
+        yield output
     run.recorder.start_batch(None)
 
 
@@ -154,9 +163,7 @@ def step_caller(step: Any, several: bool, index: int) -> Any:
     parameters = inspect.signature(step).parameters
     if several and ("dataloader_idx" in parameters or len(parameters) > 2):
         return lambda batch, i: step(batch, i, index)
-    if len(parameters) == 1 and all(p.kind is not p.VAR_POSITIONAL for p in parameters.values()):
-        return lambda batch, i: step(batch)
-    return step
+    return step if takes_index(step) else lambda batch, i: step(batch)
 
 
 @contextmanager

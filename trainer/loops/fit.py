@@ -6,13 +6,13 @@ batch, a short last group included. Wishes of hooks are fulfilled at `run.bounda
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
 from trainer.errors import DataError
-from trainer.loops.evaluate import sanity_check, validate, validation_due, validation_interval
+from trainer.hooks import overrides
+from trainer.loops.evaluate import sanity_check, show_epoch, validate, validation_due, validation_interval
 from trainer.loops.step import (
     closure_step,
     count_step,
@@ -22,8 +22,9 @@ from trainer.loops.step import (
     outputs_of,
     refused,
 )
-from trainer.loops.transfer import copy_ahead, receive
+from trainer.loops.transfer import copy_ahead, receive, takes_index
 from trainer.loops.window import Window
+from trainer.module import TrainModule
 
 
 def fit(run: Any) -> None:
@@ -31,8 +32,8 @@ def fit(run: Any) -> None:
     if begin(run):
         while not run.done:
             train_epoch(run)
-        run.strategy.sync_buffers()  # the module is the same on every rank, as in a checkpoint
         run.leave()
+        run.strategy.sync_module()  # the module is the same on every rank, as in a checkpoint
         run.hooks.call("on_train_end")
     run.hooks.call("on_fit_end")
 
@@ -98,6 +99,8 @@ def begin(run: Any) -> bool:
         return False
     run.training_step = step_caller(run)
     run.validates = run.can_validate()
+    if not run.validates and overrides(run.module, TrainModule, "validation_step") and run.settings.limits["validate"] != 0:
+        run.trainer.warn("There is a validation_step but no validation loader (val_dataloader, val_dataloaders=): nothing is validated.")
     sanity_check(run)
     run.loaders.sources("train")  # a loader that cannot work is refused ahead of on_train_start
     if not any(m.training for m in run.module.modules()):
@@ -145,16 +148,10 @@ def end_epoch(run: Any) -> None:
     run.whole, run.step_id = False, p.step
     if run.settings.log_every_n_steps:  # the last step of an epoch is never lost, also where the rest was skipped
         run.publish_step()
+    show_epoch(run, "on_train_epoch_end")
     run.hooks.call("on_train_epoch_end")
     run.spread(run.collector.publish_epoch(), "train")
     run.hooks.call("on_train_epoch_end/monitors")
     if not run.manual:
         run.move_schedulers([c for c in run.schedulers if c.interval == "epoch"], p.epoch + 1)
     p.epoch_ended, run.position = True, None
-
-
-def takes_index(step: Any) -> bool:
-    """True when a step function takes `batch_idx` (by position) besides the batch."""
-    kinds = [p.kind for p in inspect.signature(step).parameters.values()]
-    positional = [k for k in kinds if k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= 2 or inspect.Parameter.VAR_POSITIONAL in kinds

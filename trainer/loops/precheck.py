@@ -7,8 +7,8 @@ from typing import Any
 from trainer.checkpoint import io, state
 from trainer.datamodule import DataModule
 from trainer.errors import MisconfigurationException
-from trainer.hooks import overrides
-from trainer.module import TrainModule, check_module
+from trainer.hooks import check_module, overrides
+from trainer.module import TrainModule
 
 __all__ = ["check_job"]
 
@@ -31,12 +31,12 @@ def check_job(job: Any, settings: Any, precision: Any, saves: bool) -> None:
     if module is None:
         raise MisconfigurationException(f"trainer.{fn}() without a model works after a run only; pass the model.")
     if not isinstance(module, TrainModule):
-        raise MisconfigurationException(f"trainer.{fn} takes a TrainModule; got {type(module).__name__}.")
+        raise MisconfigurationException(f"trainer.{fn} takes a TrainModule; got {type(module).__module__}.{type(module).__qualname__}.")
     if job.datamodule is not None and not isinstance(job.datamodule, DataModule):
         raise MisconfigurationException(f"datamodule must be a DataModule; got {type(job.datamodule).__name__}.")
     check_module(module)
     _needs_methods(module, fn)
-    _needs_loader(job, settings)
+    _needs_loader(job)
     if fn == "fit":
         _matching_validation(job)
         if saves:
@@ -62,7 +62,7 @@ def _needs_methods(module: TrainModule, fn: str) -> None:
         )
 
 
-def _needs_loader(job: Any, settings: Any) -> None:
+def _needs_loader(job: Any) -> None:
     stage, hook, argument = _LOADER[job.fn]
     if job.loaders.get(stage) is not None or overrides(job.module, TrainModule, hook):
         return

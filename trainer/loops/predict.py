@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from trainer.loops.evaluate import modes_kept, step_caller
-from trainer.loops.transfer import copy_ahead, receive
+from trainer.loops.evaluate import modes_kept, outputs
 
 __all__ = ["predict"]
 
@@ -19,12 +18,13 @@ def predict(run: Any) -> list[Any] | None:
     sources, hooks = run.loaders.sources("predict"), run.hooks
     keep = run.job.return_predictions
     found: list[list[Any]] = []
-    with modes_kept(run.module), torch.inference_mode(run.settings.inference_mode), torch.no_grad():
+    with run.strategy.evaluating(), modes_kept(run.module), torch.inference_mode(run.settings.inference_mode), torch.no_grad():
         hooks.call("on_predict_model_eval")
         hooks.call("on_predict_start")
         hooks.call("on_predict_epoch_start")
         for index, source in enumerate(sources):
-            mine = _loader(run, source, index, len(sources) > 1, keep)
+            given = outputs(run, "predict", source, index, len(sources) > 1)
+            mine = [tree_map_only(torch.Tensor, _to_host, output) for output in given if keep]
             if keep:
                 found.append(_in_order(run.dist.gather(mine)))
         hooks.call("on_predict_epoch_end")
@@ -33,27 +33,6 @@ def predict(run: Any) -> list[Any] | None:
     if not keep:
         return None
     return found[0] if len(found) == 1 else found
-
-
-def _loader(run: Any, source: Any, index: int, several: bool, keep: bool) -> list[Any]:
-    hooks, outputs = run.hooks, []
-    step = step_caller(run.strategy.step("predict_step"), several, index)
-    hears_start, hears_end = hooks.used("on_predict_batch_start"), hooks.used("on_predict_batch_end")
-    passing = source.epoch(0)
-    copy_ahead(run, passing)
-    for i, batch in enumerate(passing.batches()):
-        batch = receive(run, batch, None, index)
-        if hears_start:
-            hooks.call("on_predict_batch_start", batch, i, index)
-        hooks.current = "predict_step"
-        with run.precision.forward_context():
-            output = step(batch, i)
-        hooks.current = ""
-        if hears_end:
-            hooks.call("on_predict_batch_end", output, batch, i, index)
-        if keep:
-            outputs.append(tree_map_only(torch.Tensor, _to_host, output))
-    return outputs
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

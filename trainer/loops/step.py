@@ -35,6 +35,7 @@ def forward_backward(run: Any, window: Window, i: int, batch: Any, index: int) -
         if i == 0:
             zero_grad(run, index)
         if loss is None:
+            run.tell_once("training_step returned None, so the batch is skipped. Return the loss to train on it.")
             return None
         weight = window.use(i, count)
         if weight is not None:

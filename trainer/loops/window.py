@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer.errors import MisconfigurationException
-from trainer.optim import grads_of
+from trainer.optim import scale_grads
 
 __all__ = ["Window", "read_output"]
 
@@ -81,7 +81,7 @@ class Window:
         else:
             return None
         for optimizer in run.optimizers:
-            torch._foreach_mul_(grads_of(optimizer), factor)
+            scale_grads(optimizer, factor)
         return factor
 
 

@@ -2,5 +2,8 @@
 
 from trainer.strategies.base import SingleDeviceStrategy, Strategy
 from trainer.strategies.ddp import DDPStrategy
+from trainer.strategies.dp import DataParallelStrategy
+from trainer.strategies.fsdp import FSDPStrategy
+from trainer.strategies.model_parallel import ModelParallelDDPStrategy
 
-__all__ = ["DDPStrategy", "SingleDeviceStrategy", "Strategy"]
+__all__ = ["DataParallelStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelDDPStrategy", "SingleDeviceStrategy", "Strategy"]

@@ -81,6 +81,13 @@ class Strategy:
         """Return `validation_step`, `test_step` or `predict_step` as evaluation calls it."""
         return getattr(self.module, name)
 
+    def check_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Refuse optimizers that cannot work here; called ahead of `wrap`."""
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """The context of a validation, test or prediction, in which ranks need not keep step. Collective."""
+        return self.averaged()
+
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
@@ -93,6 +100,14 @@ class Strategy:
     def sync_buffers(self) -> None:
         """Give all ranks rank 0's buffers, so that validation and checkpoints see one set. Collective."""
 
+    def sync_module(self) -> None:
+        """Make the module the same on all ranks, for good: training is over. Collective."""
+        self.sync_buffers()
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        """The context in which every rank sees the same weights, of ranks that step on their own between averages. Collective."""
+        return _NULL
+
     def clip(self, optimizer: torch.optim.Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of `optimizer` by the norm of the whole model's, or each element. Collective."""
         clip(optimizer, value, algorithm)
@@ -103,6 +118,10 @@ class Strategy:
         """Return the bare module's weights, whole on rank 0; keys never carry a wrapper's prefix. Collective."""
         return self.module.state_dict()
 
+    def load_module(self, module: torch.nn.Module, state: dict[str, Any], strict: bool) -> Any:
+        """Load plain weights into the module, after `configure_model` and ahead of `setup`. Collective."""
+        return module.load_state_dict(state, strict=strict)
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return an optimizer's state in torch's plain format, whole on rank 0. Collective."""
         return optimizer.state_dict()
@@ -110,6 +129,16 @@ class Strategy:
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load what `optimizer_state` returned, under this or another strategy. Collective."""
         optimizer.load_state_dict(state)
+
+    def rank_state(self, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any] | None:
+        """Return what differs from rank to rank of weights and optimizers, on the CPU; None where nothing does."""
+        return None
+
+    def load_rank_state(self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer]) -> None:
+        """Put back what `rank_state` of this rank returned, after everything else of a checkpoint is in place."""
+
+    def finish(self) -> None:
+        """Bring parts of the module together at the end of a run that went well, ahead of `teardown`. Collective."""
 
     def teardown(self) -> None:
         """Take the wrapper off. Weights go back to where they came from, which leaves no accelerator memory behind."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from trainer.dist import Dist
 from trainer.errors import MisconfigurationException
@@ -52,10 +53,13 @@ class DDPStrategy(Strategy):
         comm_hook: a DDP communication hook, `hook(state, bucket) -> Future`, to compress what is sent.
         comm_state: the first argument of that hook.
         ddp_kwargs: other arguments of DistributedDataParallel (gradient_as_bucket_view, static_graph, bucket_cap_mb, ...).
+
+    `local` is True while each rank steps on its own gradients (post-local SGD; `GradientSync(average_every=)` sets it).
     """
 
     name = "ddp"
     distributed = True
+    local: bool = False
     _ddp: DistributedDataParallel | None = None
     _complete: AbstractContextManager[Any] = _NULL
 
@@ -79,37 +83,108 @@ class DDPStrategy(Strategy):
         if not training or self.dist.alone or not trainable or not self.module.automatic_optimization:
             return
         self._names = [name for name, p in self.module.named_parameters() if p.requires_grad]
-        ids = None if self.root_device.type == "cpu" else [self.root_device]
         self._ddp = DistributedDataParallel(
-            _Router(self.module), device_ids=ids, find_unused_parameters=self.find_unused_parameters, **self.ddp_kwargs
+            _Router(self.module), device_ids=self.device_ids(), find_unused_parameters=self.find_unused_parameters, **self.ddp_kwargs
         )
         if self.comm_hook is not None:
             self._ddp.register_comm_hook(self.comm_state, self.comm_hook)
         self.training_step, self._complete = self._ddp, _Complete(self)
 
+    def device_ids(self) -> list[torch.device] | None:
+        """Return the device to which DDP moves what it is called with; None to leave everything where it is."""
+        return None if self.root_device.type == "cpu" else [self.root_device]
+
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
-        return self._complete if last or self._ddp is None else self._ddp.no_sync()
+        if self._ddp is None or (last and not self.local):
+            return self._complete
+        if self._ddp.static_graph:
+            raise MisconfigurationException(
+                "static_graph=True: torch's DDP cannot leave out the reduction of a batch of a static graph, which accumulation and "
+                "average_every need. Use accumulate_grad_batches=1, or DDPStrategy(static_graph=False)."
+            )
+        return self._ddp.no_sync()
 
     def sync_gradients(self) -> None:
         """Average the gradients over ranks, one flat vector a dtype. A gradient that some ranks lack counts as zero there."""
-        if self.dist.alone:
+        if self.dist.alone or self.local:
             return
-        params = [p for p in self.module.parameters() if p.requires_grad]
+        params = self._trainable()
         held = torch.tensor([p.grad is not None for p in params], dtype=torch.int64)
         held = self.dist.maximum(held).tolist()
-        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        grads = []
         for p, anyone in zip(params, held, strict=True):
             if anyone:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
-                by_kind.setdefault((p.grad.dtype, p.grad.device), []).append(p.grad)
-        for grads in by_kind.values():
-            flat = self.dist.sum(torch.cat([g.reshape(-1) for g in grads])).div_(self.dist.world.world_size)
-            pieces = flat.split([g.numel() for g in grads])
-            torch._foreach_copy_(grads, [piece.view_as(g) for piece, g in zip(pieces, grads, strict=True)])
+                grads.append(p.grad)
+        self._average(grads)
+
+    def _trainable(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def _average(self, tensors: list[torch.Tensor]) -> None:
+        """Average `tensors` over the ranks, in place, one flat vector a dtype and device."""
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for alike in by_kind.values():
+            flat = self.dist.sum(torch.cat([t.reshape(-1) for t in alike])).div_(self.dist.world.world_size)
+            pieces = flat.split([t.numel() for t in alike])
+            torch._foreach_copy_(alike, [piece.view_as(t) for piece, t in zip(pieces, alike, strict=True)])
 
     def sync_buffers(self) -> None:
         self.dist.broadcast_tensors(list(self.module.buffers()))
+
+    # -- ranks that step on their own between averages (post-local SGD) -------------------------------------------------------
+
+    def average(self) -> None:
+        """Put the mean of the ranks' weights in the place of each rank's, and rank 0's buffers. Collective."""
+        if not self.dist.alone:
+            self._average([p.detach() for p in self._trainable()])
+            self.sync_buffers()
+
+    def sync_module(self) -> None:
+        if self.local:
+            self.average()
+            self.local = False
+        self.sync_buffers()
+
+    @contextmanager
+    def _mean_for_now(self) -> Iterator[None]:
+        params = [p.detach() for p in self._trainable()]
+        kept = [p.clone() for p in params]
+        self.average()
+        self.local = False
+        try:
+            yield
+        finally:
+            self.local = True
+            torch._foreach_copy_(params, kept)
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        """Within it the weights are the mean over ranks; afterwards each rank has its own back: looking changes nothing. Collective."""
+        return self._mean_for_now() if self.local and not self.dist.alone else _NULL
+
+    def module_state(self) -> dict[str, Any]:
+        if not self.local or self.dist.alone:
+            return self.module.state_dict()
+        with self.averaged():
+            return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.module.state_dict().items()}
+
+    def rank_state(self, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any] | None:
+        if not self.local or self.dist.alone:
+            return None
+        weights = {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
+        state = {"weights": weights, "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+        return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, state)
+
+    def load_rank_state(self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer]) -> None:
+        own = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for name, tensor in state["weights"].items():
+                own[name].copy_(tensor)
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
 
     def check_reduced(self) -> None:
         """Make sure that backward averaged every gradient. DDP alone says so one step later, after an update that differs by rank.
@@ -133,5 +208,6 @@ class DDPStrategy(Strategy):
 
     def teardown(self) -> None:
         self._ddp = None
+        self.local = False
         self.__dict__.pop("_complete", None)
         super().teardown()
