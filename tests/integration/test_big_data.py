@@ -185,6 +185,9 @@ def test_a_small_weight_is_ordinary_memory_and_a_model_of_big_ones_trains():
             super().__init__()
             self.layers = torch.nn.Sequential(torch.nn.Linear(4, 2048), torch.nn.Tanh(), torch.nn.Linear(2048, 1))
 
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-3)  # so many weights diverge with Net's
+
     torch.manual_seed(0)
     one, two = Wide(), Wide()
     two.load_state_dict(one.state_dict())
