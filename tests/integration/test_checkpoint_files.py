@@ -178,3 +178,24 @@ def test_c11_what_hooks_and_callbacks_add_is_named_too(tmp_path):
     with pytest.raises(CheckpointError, match=r"callbacks\..*Keeping\.colour: it is a"):
         quiet(max_epochs=1, callbacks=[Keeping(), EveryStep(tmp_path)]).fit(Scalar(), loader([1]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_c12_a_compiled_layer_leaves_no_trace_in_the_keys(tmp_path):
+    class Plain(Scalar):
+        def __init__(self, compiled=False):
+            super().__init__()
+            layer = torch.nn.Linear(1, 1)
+            self.net = torch.compile(layer, backend="eager") if compiled else layer
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + self.net(batch[:, None]).mean()
+
+    compiled, plain = Plain(compiled=True), Plain()
+    trainer = quiet(max_steps=1)
+    trainer.fit(compiled, loader([1, 1]))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    table = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert sorted(table["state_dict"]) == ["net.bias", "net.weight", "w"]
+    for module in (plain, Plain(compiled=True)):
+        quiet(max_steps=2).fit(module, loader([1, 1]), ckpt_path=tmp_path / "a.ckpt")
+        assert module.w.item() == -2.0

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["strip_prefixes"]
+__all__ = ["plain_keys", "strip_prefixes"]
 
 _WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel and DataParallel; torch.compile
 
@@ -34,6 +34,11 @@ def strip_prefixes(state_dict: Mapping[str, Any], own_keys: Iterable[str]) -> di
         layers = {key.rpartition(".")[0]: name.rpartition(".")[0] for key, name in names.items()}
         renamed._metadata = {layers.get(layer, layer): version for layer, version in versions.items()}
     return renamed
+
+
+def plain_keys(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state_dict` without the names that torch.compile puts into the keys of compiled layers."""
+    return {key.replace("_orig_mod.", ""): value for key, value in state_dict.items()}
 
 
 def _common_prefixes(keys: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import io
-from trainer.checkpoint.keys import strip_prefixes
+from trainer.checkpoint.keys import plain_keys, strip_prefixes
 from trainer.errors import CheckpointError
 from trainer.progress import Progress
 
@@ -41,7 +41,7 @@ def assemble(
         "format": FORMAT,
         "epoch": progress.epoch,
         "global_step": progress.step,
-        "state_dict": dict(module_state),
+        "state_dict": plain_keys(module_state),
         HPARAMS: dict(hparams),
         DATA_HPARAMS: dict(data_hparams),
     }

@@ -6,6 +6,7 @@ batch, a short last group included. Wishes of hooks are fulfilled at `run.bounda
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ def begin(run: Any) -> bool:
     if not any(m.training for m in run.module.modules()):
         run.trainer.warn("Every layer of the module is in eval mode, and stays so in training. Call model.train() if not meant.")
     torch.set_grad_enabled(True)
+    run.started = time.monotonic()  # max_time is for training, not for setting up
     run.hooks.call("on_train_start")
     return True
 
