@@ -206,6 +206,9 @@ class ModelCheckpoint(SaveTriggers):
         keep = self._wanted(score)
         if not keep and not self.save_last:
             return
+        if trainer.is_global_zero:  # numbers ahead of a checkpoint are on the disk before it
+            for logger in trainer.loggers:
+                logger.save()
         self._write(trainer, values, score, keep)
         self._last_global_step_saved = trainer.global_step
         if trainer.is_global_zero:

@@ -5,6 +5,8 @@ Control messages (flags, objects, metric sums) travel on the CPU, so no rank wai
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +22,16 @@ from trainer.world import World
 __all__ = ["Dist"]
 
 _FAREWELL = torch.zeros(1, dtype=torch.int64)
+
+
+@cache
+def _pause_at_exit() -> None:
+    """Give gloo's threads, which outlive every group, a moment before the interpreter is torn down.
+
+    One that lets its last tensor go during that aborts a process that had ended well ("terminate called without an active
+    exception").
+    """
+    atexit.register(time.sleep, 0.25)
 
 
 @cache
@@ -71,6 +83,7 @@ class Dist:
         store = torch_dist.PrefixStore(f"trainer/group/{self._number}", store)
         torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **kwargs)
         self._owns_group = True
+        _pause_at_exit()
 
     def line(self, name: str) -> torch_dist.Store | None:
         """Return a connection to the group's store for another thread, with keys under `name`; None where there is no server."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["is_metric", "load_object", "object_state"]
+__all__ = ["is_metric", "load_object", "object_state", "unmoved"]
 
 
 def is_metric(value: Any) -> bool:
@@ -41,6 +43,16 @@ def load_object(key: str, metric: Any, states: list[dict[str, Any]], device: tor
                 joined = values[0]
             setattr(part, name, joined)
         part._update_count = sum(state[path]["count"] for state in states)  # torchmetrics shows it as update_count, to be read only
+
+
+@contextmanager
+def unmoved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Run a block after which the metric objects of `module` are as before: for a batch that only keeps step with other ranks."""
+    metrics = [part for part in module.modules() if is_metric(part) and hasattr(part, "metric_state")]
+    before = [object_state(metric) for metric in metrics]
+    yield
+    for metric, state in zip(metrics, before, strict=True):
+        load_object("", metric, [state], device)
 
 
 def _join(values: list[Any], reduction: Any) -> Any:

@@ -372,6 +372,8 @@ class Trainer(Face):
             found = launcher.launch(Task(self, job))
         except BaseException as error:
             self.results.fn, self.results.status = job.fn, _status_of(error)
+            if job.fn == "fit" and isinstance(error, KeyboardInterrupt):
+                self.warn("Weights and counters of the interrupted fit ended with its ranks. Go on from a checkpoint: fit(..., ckpt_path='last').")
             raise
         return outcome.apply(self, job, found)
 

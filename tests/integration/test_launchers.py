@@ -486,3 +486,8 @@ def test_a_rank_killed_from_outside_fails_the_script(temp_folder):
     assert process.returncode == 1
     assert "ProcessError: rank 0 was killed by signal 9 (SIGKILL)" in err.splitlines()[-1]
     assert all(gone(pid) for pid in pids)
+
+
+def test_a_rank_that_leaves_by_sys_exit_is_no_success():
+    with pytest.raises(ProcessError, match=r"rank 1 left the run by sys.exit\(\)"):
+        LocalLauncher(2).launch(lambda world: sys.exit(0) if world.rank == 1 else None)

@@ -162,3 +162,26 @@ def test_the_graph_is_recorded_without_moving_the_module(tmp_path):
     events = EventAccumulator(logger.log_dir)
     events.Reload()
     assert any("Linear" in node.name for node in events.Graph().node)
+
+
+def test_validation_numbers_are_on_the_disk_before_a_checkpoint_that_is_past_them(tmp_path):
+    class Validated(Scalar):
+        def training_step(self, batch, batch_idx):
+            self.log("loss", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("acc", 0.5)
+            self.log("loss", 2.0)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_step == 4:
+                rows = (tmp_path / "csv_logs" / "version_0" / "metrics.csv").read_text()
+                found.append(("acc" in rows, "val_loss" in rows, len(list(tmp_path.glob("*.ckpt")))))
+
+    found = []
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    quiet(max_steps=4, val_check_interval=2, log_every_n_steps=1, logger=CSVLogger(tmp_path), callbacks=[checkpoint]).fit(
+        Validated(), loader([1] * 10), loader([1])
+    )
+    assert found == [(True, True, 1)]

@@ -165,7 +165,7 @@ def test_srun_ends_with_the_task_that_fails():
 def test_a_mismatch_is_named_before_any_rank_waits():
     process = start([*SRUN, "--ntasks-per-node", "2", sys.executable], SIZE="2", OPTIONS='{"devices": 3}')
     out, err = process.communicate(timeout=100)
-    assert process.returncode == 1
+    assert process.returncode in (1, 15)  # 15: of the task that srun ended because the other had failed
     assert "the Trainer asks for devices=3, but slurm started 2 process(es) on this node" in err
 
 

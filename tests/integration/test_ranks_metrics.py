@@ -222,3 +222,23 @@ def test_c26_predictions_come_in_the_order_of_the_data(world_size):
         assert torch.cat([p["twice"] for p in one]).tolist() == [0, 2, 4, 6, 8, 10, 12]
         assert [len(part) for part in several] == [4, 1] and several[1][0]["sample"].tolist() == [8, 9]
         assert nothing is None
+
+
+def test_a_metric_object_does_not_count_a_sample_that_only_keeps_step():
+    def task():
+        class Both(Scalar):
+            def __init__(self):
+                super().__init__()
+                self.mean = pytest.importorskip("torchmetrics").MeanMetric()
+
+            def training_step(self, batch, batch_idx):
+                self.mean(batch)
+                self.log("object", self.mean, on_step=False, on_epoch=True)
+                self.log("plain", batch.mean(), on_step=False, on_epoch=True)
+                return super().training_step(batch, batch_idx)
+
+        trainer = quiet(strategy="ddp", devices=2, max_epochs=1)
+        trainer.fit(Both(), loader([1, 1, 1, 1, 6], 2))
+        return [trainer.callback_metrics[name].item() for name in ("object", "plain")]
+
+    assert run_ranks(task) == [[2.0, 2.0], [2.0, 2.0]]

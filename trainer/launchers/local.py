@@ -162,7 +162,10 @@ def _exception(folder: str, event: Event, events: list[Event], exits: dict[int, 
         path = Path(folder, f"report.{other.rank}")
         if other is not event and path.exists():
             others.append(f"rank {other.rank}: {loads(path.read_bytes()).summary}")
-    return report.exception(others)
+    error = report.exception(others)
+    if isinstance(error, SystemExit) and not error.code:  # success for a program, not for a rank that others wait for
+        return ProcessError(f"rank {event.rank} left the run by sys.exit().")
+    return error
 
 
 def _death(rank: int, code: int) -> str:

@@ -31,6 +31,8 @@ def check_job(job: Any, settings: Any, precision: Any, saves: bool) -> None:
     if module is None:
         raise MisconfigurationException(f"trainer.{fn}() without a model works after a run only; pass the model.")
     if not isinstance(module, TrainModule):
+        if isinstance(getattr(module, "_orig_mod", None), TrainModule):
+            raise MisconfigurationException("torch.compile(module) hides the TrainModule; call module.compile() in its place, and pass module.")
         raise MisconfigurationException(f"trainer.{fn} takes a TrainModule; got {type(module).__module__}.{type(module).__qualname__}.")
     if job.datamodule is not None and not isinstance(job.datamodule, DataModule):
         raise MisconfigurationException(f"datamodule must be a DataModule; got {type(job.datamodule).__name__}.")

@@ -5,6 +5,7 @@ Manual optimization hands the batch over; LBFGS and an overridden `optimizer_ste
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ import torch
 from trainer.loops.checks import check_monitors
 from trainer.loops.transfer import receive
 from trainer.loops.window import Window, read_output
+from trainer.metric_objects import unmoved
 
 __all__ = ["closure_step", "count_step", "forward_backward", "manual_step", "optimizer_step", "outputs_of", "refused"]
+
+_NULL = nullcontext()
 
 
 def refused(run: Any, batch: Any, index: int) -> bool:
@@ -28,7 +32,8 @@ def forward_backward(run: Any, window: Window, i: int, batch: Any, index: int) -
     last = i == window.size - 1
     with run.strategy.sync_when(last):
         before, run.hooks.current = run.hooks.current, "training_step"
-        with run.precision.forward_context():
+        filler = window.samples(i) == 0  # a sample again, with weight 0: this rank has none left, and the others wait for it
+        with run.precision.forward_context(), unmoved(run.module, run.device) if filler else _NULL:
             output = run.training_step(batch, index)
         run.hooks.current = before
         loss, count = read_output(run, output)
@@ -170,6 +175,10 @@ def first_step_checks(run: Any) -> None:
     """What can only be known once a training step ran, and must be known before the first update."""
     run.first_step = False
     check_monitors(run)
+    names = {entry.label(kind) for entry in run.collector.entries.values() for kind in ("step", "epoch")}
+    if run.world.is_global_zero:
+        for logger in run.trainer.loggers:
+            logger.settle(names)  # which names training has: validation numbers of the same name go elsewhere
 
 
 def outputs_of(output: Any) -> Any:
