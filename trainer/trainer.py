@@ -336,7 +336,7 @@ class Trainer(Face):
             model = self._module
             datamodule = datamodule or (None if any(v is not None for v in loaders.values()) else self._datamodule)
         job = Job(fn, model, datamodule, loaders, None, **options)
-        check_job(job, self.settings, self.precision_plugin, saves=bool(self.checkpoint_callbacks))
+        check_job(job, saves=bool(self.checkpoint_callbacks))
         if self._run is not None:
             raise MisconfigurationException(f"trainer.{fn} was called inside a run of the same Trainer; make another Trainer for it.")
         self._module, self._datamodule = model, datamodule

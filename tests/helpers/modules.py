@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from trainer import TrainModule, Trainer
 
-__all__ = ["Net", "Scalar", "loader", "quiet"]
+__all__ = ["Net", "Scalar", "assert_same", "loader", "quiet", "weights"]
 
 
 def quiet(**settings: Any) -> Trainer:
@@ -63,3 +63,15 @@ class Net(TrainModule):
     def rows(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return `count` rows of data, the same on every call."""
         return torch.randn(count, 5, generator=torch.Generator().manual_seed(count), dtype=torch.float64).to(dtype)
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of a module's parameters and buffers."""
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-12) -> None:
+    """Compare what `weights` returned, name by name."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tests.helpers.modules import Net, Scalar, loader, quiet
+from tests.helpers.modules import Net, Scalar, assert_same, loader, quiet, weights
 from tests.helpers.reference import train_by_hand
 from trainer import DataParallelStrategy, MisconfigurationException, MixedPrecision
 
@@ -26,16 +26,6 @@ def fit(module, data, devices=2, **settings):
     trainer = dp(**{"max_epochs": 1, **place, **settings})
     trainer.fit(module, data)
     return trainer
-
-
-def weights(module):
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-
-
-def assert_same(found, expected, atol=1e-12):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
 
 
 class Curve(Net):

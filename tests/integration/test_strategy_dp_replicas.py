@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from tests.helpers.modules import Net, Scalar, loader, quiet
+from tests.helpers.modules import Net, Scalar, assert_same, loader, quiet, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resume import assert_continues, noisy_loader, train
 from trainer import DataParallelStrategy, MisconfigurationException
@@ -22,16 +22,6 @@ def fit(module, data, **settings):
     trainer = quiet(**{"max_epochs": 1, **DP, **settings})
     trainer.fit(module, data)
     return trainer
-
-
-def weights(module):
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-
-
-def assert_same(found, expected, atol=1e-12):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
 
 
 # -- what ends with a replica --------------------------------------------------------------------------------------------------

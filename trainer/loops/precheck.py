@@ -21,7 +21,7 @@ _LOADER = {
 }
 
 
-def check_job(job: Any, settings: Any, precision: Any, saves: bool) -> None:
+def check_job(job: Any, saves: bool) -> None:
     """Refuse a call that cannot work. `saves` says that checkpoints are going to be written.
 
     Raises:
