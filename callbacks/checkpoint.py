@@ -99,6 +99,7 @@ class ModelCheckpoint(SaveTriggers):
         self.current_score: torch.Tensor | None = None
         self.last_model_path = ""
         self._link_only_path = ""  # a file that only the link `last` keeps alive
+        self._rest: dict[str, Any] | None = None  # what is still to be done of a save whose file stands
 
         self._last_global_step_saved = -1
         self._warned: set[str] = set()
@@ -140,6 +141,8 @@ class ModelCheckpoint(SaveTriggers):
             "kth_value": self.kth_value,
             "last_model_path": self.last_model_path,
             "link_only_path": self._link_only_path,
+            "due": self._due,
+            "rest": self._rest,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,9 +151,11 @@ class ModelCheckpoint(SaveTriggers):
             if name in state_dict:
                 setattr(self, name, state_dict[name])
         self.best_k_models = dict(self.best_k_models)
+        self._due = state_dict.get("due", False)
         then = state_dict.get("dirpath")
         if self.dirpath is None or then is None or absolute(then) == self.dirpath:
             self._link_only_path = state_dict.get("link_only_path", "")
+            self._rest = state_dict.get("rest")
         else:
             self.last_model_path = ""  # `last` of this folder is still to come
 
@@ -167,6 +172,7 @@ class ModelCheckpoint(SaveTriggers):
         if self.dirpath is None:
             self.dirpath = os.path.join(absolute(trainer.log_dir or trainer.default_root_dir), "checkpoints")
         self._last_global_step_saved = -1
+        self._due, self._rest = False, None  # what an earlier fit left undone is not this one's
         if trainer.fast_dev_run:
             return
         trouble = trainer.broadcast(why_unwritable(self.dirpath) if trainer.is_global_zero else None)
@@ -175,6 +181,14 @@ class ModelCheckpoint(SaveTriggers):
         fresh = trainer.is_global_zero and self.save_top_k and not trainer.ckpt_path and not (self.best_model_path or self.last_model_path)
         if fresh and os.path.isdir(self.dirpath) and os.listdir(self.dirpath):
             warnings.warn(f"ModelCheckpoint: {self.dirpath} is not empty; its files are kept.", stacklevel=2)
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Do what the run that is resumed was killed over: the rest of a save, or one that was due behind another callback's."""
+        self._asked_epoch = trainer.current_epoch
+        if self._rest is not None and not self._skip(trainer):
+            self._finish(trainer)
+        if self._due and not self._skip(trainer):
+            self._save(trainer)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         step = trainer.global_step
@@ -199,12 +213,12 @@ class ModelCheckpoint(SaveTriggers):
         Raises:
             MisconfigurationException: `monitor` is not among the logged metrics though an epoch (and a validation) is over.
         """
-        if trainer.global_step == self._last_global_step_saved:
-            return
         values = self._candidates(trainer)
-        score = self._score(trainer, values)
-        keep = self._wanted(score)
-        if not keep and not self.save_last:
+        again = trainer.global_step == self._last_global_step_saved
+        score = None if again else self._score(trainer, values)
+        keep = not again and self._wanted(score)
+        if again or not (keep or self.save_last):
+            self._due = False
             return
         if trainer.is_global_zero:  # numbers ahead of a checkpoint are on the disk before it
             for logger in trainer.loggers:
@@ -216,12 +230,13 @@ class ModelCheckpoint(SaveTriggers):
                 logger.after_save_checkpoint(self)
 
     def _write(self, trainer: Any, values: dict[str, Any], score: torch.Tensor | None, keep: bool) -> None:
-        """New file first, then the link, then old files go, then the full copy: a crash at any point leaves a whole newest file."""
+        """New file first, then the rest. The file itself says what the rest is, so that a resume from it does what a crash prevented."""
         link = self.save_last == "link"
         stale = self._displaced(keep) if keep or link else set()
         path = self._free_path(trainer, values, own=stale) if keep or link else ""
         books = dict(self.__dict__)
         stale |= self._name_last(values)
+        self._due, self._rest = False, {"path": path, "stale": sorted(stale)}
         if path:
             self._enter(path, score, keep, stale)
             try:
@@ -229,17 +244,23 @@ class ModelCheckpoint(SaveTriggers):
             except BaseException:
                 self.__dict__.update(books)  # they must not name a file that was not written
                 raise
-        if link:
+        self._finish(trainer)
+        if self.verbose:
+            saved = path or self.last_model_path
+            trainer.print(f"Epoch {self._asked_epoch}, step {trainer.global_step}: {self._story(score, keep)} {saved}")
+
+    def _finish(self, trainer: Any) -> None:
+        """Move the link, then remove old files, then write the full copy: a crash at any point leaves a whole newest file. Collective."""
+        path, stale = self._rest["path"], set(self._rest["stale"])
+        if self.save_last == "link":
             self._move_link(trainer, path)
         if trainer.is_global_zero:
             for old in sorted(stale - {path, self.last_model_path}):
                 if self._may_delete(trainer, old):
                     remove(old)
-        if self.save_last and not link:
+        self._rest = None
+        if self.save_last and self.save_last != "link":
             trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
-        if self.verbose:
-            saved = path or self.last_model_path
-            trainer.print(f"Epoch {self._asked_epoch}, step {trainer.global_step}: {self._story(score, keep)} {saved}")
 
     def _move_link(self, trainer: Any, path: str) -> None:
         """Let `last` point to `path`. Collective: what goes wrong on rank 0 is raised on all."""
@@ -355,9 +376,9 @@ class ModelCheckpoint(SaveTriggers):
         return trainer.broadcast(path)
 
     def _may_delete(self, trainer: Any, path: str) -> bool:
-        """Only files in our folder, and never the one this run was resumed from."""
+        """Only files in our folder, and never one that the user named for this run to start from."""
         inside = os.path.commonpath([absolute(os.path.dirname(path)), str(self.dirpath)]) == self.dirpath
-        return inside and not (trainer.ckpt_path and absolute(trainer.ckpt_path) == absolute(path))
+        return inside and (trainer.continues or not trainer.ckpt_path or absolute(trainer.ckpt_path) != absolute(path))
 
     # -- names -----------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class SaveTriggers(Callback):
         self._save_on_train_epoch_end = save_on_train_epoch_end
         self._check_triggers()
         self._timer = IntervalTimer(train_time_interval)
+        self._due = False  # a save was asked for, and is still to come
         self._start_over()
 
     def _check_triggers(self) -> None:
@@ -73,6 +74,8 @@ class SaveTriggers(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._start_over()
         self._first_step = self._seen_step = trainer.global_step
+        if self._due and trainer.validation_owed:  # the save waits for its numbers
+            self._ask(trainer)
         self._timer.start()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -120,6 +123,7 @@ class SaveTriggers(Callback):
 
     def _ask(self, trainer: Any) -> None:
         if not self._skip(trainer):
+            self._due = True
             self._asked_epoch = trainer.current_epoch  # the boundary may lie behind the epoch's end
             trainer.request_save(self._save)
 

@@ -53,6 +53,7 @@ class Face:
     global_step = property(lambda self: self.results.progress.step, doc="Optimizer steps done.")
     is_last_batch = property(lambda self: self._run is not None and self._run.last_group)
     ckpt_path = property(lambda self: self.results.ckpt_path)
+    continues = property(lambda self: self.results.continues, doc="True when `ckpt_path` was found by 'last' or 'auto': the run goes on.")
 
     @property
     def current_epoch(self) -> int:
@@ -150,7 +151,7 @@ class Face:
     num_nodes = property(lambda self: self.settings.num_nodes)
     num_devices = property(lambda self: self.settings.devices.count)
     device_ids = property(lambda self: list(self.settings.devices.indices))
-    accelerator = property(lambda self: self.settings.devices.type)
+    accelerator = property(lambda self: self.settings.devices.accelerator, doc="The Accelerator object.")
     precision = property(lambda self: self.precision_plugin.precision)
 
     # -- parts ---------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ class Job:
     datamodule: DataModule | None
     loaders: dict[str, Any]
     ckpt_path: str | None
+    continues: bool = False
+    """The file is the newest of a run that goes on here ("last", "auto"), so it is this run's to replace."""
     weights_only: bool = True
     verbose: bool = True
     return_predictions: bool = True

@@ -26,6 +26,7 @@ class Results:
     fn: str | None = None
     status: str = "initializing"
     ckpt_path: str | None = None
+    continues: bool = False
 
     def add(self, published: Any) -> None:
         """Take in the numbers of one publish point."""
@@ -34,10 +35,10 @@ class Results:
         self.bar_metrics.update(published.bar)
         self.metric_steps.update(dict.fromkeys(published.callback, self.progress.step))
 
-    def restore_metrics(self, numbers: dict[str, float]) -> None:
-        """Take back the numbers of a checkpoint."""
+    def restore_metrics(self, numbers: dict[str, float], steps: dict[str, int]) -> None:
+        """Take back the numbers of a checkpoint, and the steps at which they were published."""
         self.callback_metrics.update({k: torch.tensor(v) for k, v in numbers.items()})
-        self.metric_steps.update(dict.fromkeys(numbers, -1))
+        self.metric_steps.update({**dict.fromkeys(numbers, -1), **steps})
 
     def clear_metrics(self) -> None:
         """Forget all numbers: a new validation, test or fit starts."""

@@ -47,7 +47,7 @@ class Saving:
         loads = [partial(self.strategy.load_optimizer, optimizer) for optimizer in self.optimizers]
         state.restore_training(table, loads, [c.scheduler for c in self.schedulers], self.precision)
         self.progress.load_state_dict(state.progress_of(table).state_dict())
-        self.trainer.results.restore_metrics(table.get("metrics") or {})
+        self.trainer.results.restore_metrics(table.get("metrics") or {}, table.get("metric_steps") or {})
         self.position = table.get("data")
         if table.get("seed") is not None:
             if self.settings.seed not in (None, table["seed"]):
@@ -128,6 +128,7 @@ class Saving:
         )
         if not weights_only:
             table["metrics"] = {name: float(v) for name, v in self.trainer.results.callback_metrics.items()}
+            table["metric_steps"] = dict(self.trainer.results.metric_steps)
             if self.datamodule is not None and (data_state := self.datamodule.state_dict()):
                 table[type(self.datamodule).__qualname__] = data_state
         for callback in self.callbacks:

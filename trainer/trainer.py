@@ -341,6 +341,7 @@ class Trainer(Face):
             raise MisconfigurationException(f"trainer.{fn} was called inside a run of the same Trainer; make another Trainer for it.")
         self._module, self._datamodule = model, datamodule
         job.ckpt_path = find.resolve(ckpt_path, self.checkpoint_callbacks, self._checkpoint_folders())
+        job.continues = ckpt_path in ("last", "auto")
         return job
 
     def _best_of_last_fit(self, fn: str) -> str | None:
@@ -381,6 +382,7 @@ class Trainer(Face):
         """Run the job in this process, as the rank that `world` says. Collective."""
         self._world, self._module, self._datamodule = world, job.module, job.datamodule
         self.results.fn, self.results.status, self.results.ckpt_path = job.fn, "running", job.ckpt_path
+        self.results.continues = job.continues
         self.results.clear_metrics()
         if job.fn == "fit" or job.ckpt_path is not None:
             self._ended = None  # its optimizers no longer belong to the weights

@@ -108,7 +108,10 @@ class ExperimentWriter:
         self.metrics.append({"step": self._step, **{name: _number(name, value) for name, value in metrics.items()}})
 
     def continue_after(self, step: int) -> None:
-        """Drop the rows of later steps than `step`."""
+        """Drop the rows of later steps than `step`, and what a writer that was killed left half-written."""
+        for name in os.listdir(self.log_dir):
+            if name.startswith((self.NAME_METRICS_FILE + ".", self.NAME_HPARAMS_FILE + ".")) and name.endswith(".tmp"):
+                os.remove(os.path.join(self.log_dir, name))
         old = self._read()
         kept = [row for row in old if (row["step"] or "").isdigit() and int(row["step"]) <= step]
         if len(kept) < len(old):

@@ -181,11 +181,12 @@ class TensorBoardLogger(FileLogger):
     def finalize(self, status: str) -> None:
         """Write the best values and how the run ended, and close the files."""
         self.settle()
+        success = status in ("success", "finished")
         if self._writers and self._trained:
             best = {f"best/{name}": value for name, value in self._best.items()}
-            self.log_metrics(best, self._last_step)
+            self.log_metrics(best, self._last_step if success else self._last_step + 1)  # where a run that is resumed takes it back
         if self._writers and self._trained and self.hparams:
-            self.experiment.file_writer.add_summary(_session_end(status in ("success", "finished")), self._last_step)
+            self.experiment.file_writer.add_summary(_session_end(success), self._last_step)
         self._close()
 
     def _close(self) -> None:

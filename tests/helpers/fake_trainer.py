@@ -20,7 +20,7 @@ class FakeTrainer(SimpleNamespace):
             "global_step": 0, "current_epoch": 0, "callback_metrics": {}, "logged_metrics": {}, "progress_bar_metrics": {}, "loggers": [],
             "logger": None, "log_dir": None, "default_root_dir": str(root), "is_global_zero": True, "world_size": 1, "should_stop": False,
             "sanity_checking": False, "state": SimpleNamespace(fn="fit", stage="train"), "fast_dev_run": False, "enable_validation": True,
-            "ckpt_path": None, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "log_every_n_steps": 1, "is_last_batch": False,
+            "ckpt_path": None, "continues": False, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "log_every_n_steps": 1, "is_last_batch": False,
             "lightning_module": None, "optimizers": [], "lr_scheduler_configs": [], "num_training_batches": 4, "num_val_batches": [2],
             "num_test_batches": [2], "num_predict_batches": [2], "num_sanity_val_batches": [2], "max_epochs": 2,
             "metric_steps": {},

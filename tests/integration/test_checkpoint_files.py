@@ -85,7 +85,7 @@ def test_top_keys_and_plain_values(tmp_path):
     train(noisy_loader(), tmp_path, max_steps=3)
     table = torch.load(tmp_path / "step=3.ckpt", weights_only=True)
     lightning = {"state_dict", "epoch", "global_step", "callbacks", "lr_schedulers", "optimizer_states", "hyper_parameters"}
-    ours = {"format", "datamodule_hyper_parameters", "progress", "precision", "data", "ranks", "seed", "metrics"}
+    ours = {"format", "datamodule_hyper_parameters", "progress", "precision", "data", "ranks", "seed", "metrics", "metric_steps"}
     assert set(table) == lightning | ours
     assert (table["epoch"], table["global_step"], table["format"], table["seed"]) == (0, 3, 1, 11)
     assert table["progress"] == {"step": 3, "epoch": 0, "step_in_epoch": 3, "batch": 3, "epoch_ended": False}

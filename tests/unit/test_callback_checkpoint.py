@@ -193,7 +193,7 @@ def test_new_file_first_then_the_old_goes(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(CheckpointError, match="no space left"):
         trainer.epoch(val_loss=1.0)
     assert names(tmp_path / "c") == ["epoch=0-step=1.ckpt"]
-    assert checkpoint.state_dict() == {**before, "current_score": torch.tensor(1.0)}  # the books name no file that was not written
+    assert checkpoint.state_dict() == {**before, "current_score": torch.tensor(1.0), "due": True}  # the books name no file that was not written
 
 
 def test_not_twice_at_one_step_not_in_sanity_check_not_in_fast_dev_run(tmp_path: Path) -> None:
@@ -408,6 +408,9 @@ def test_the_file_resumed_from_stays(tmp_path: Path) -> None:
     trainer.ckpt_path = checkpoint.best_model_path
     trainer.epoch(val_loss=1.0)
     assert names(tmp_path / "c") == ["epoch=0-step=1.ckpt", "epoch=1-step=2.ckpt"]
+    trainer.ckpt_path, trainer.continues = checkpoint.best_model_path, True  # found by "auto": a run that never stopped drops it, too
+    trainer.epoch(val_loss=0.5)
+    assert names(tmp_path / "c") == ["epoch=0-step=1.ckpt", "epoch=2-step=3.ckpt"]
 
 
 def test_a_file_that_is_gone_or_stuck_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
