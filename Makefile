@@ -23,8 +23,11 @@ demo: $(VENV)/ready-examples
 test: $(VENV)/ready-dev
 	$(BIN) -m pytest $(ARGS)
 
-test-gpu: $(VENV)/ready-dev
-	$(BIN) -m pytest -m gpu $(ARGS)
+# With PYTHON's own packages where it has them all (a machine with GPUs often has its torch, and no way to another), else in .venv.
+NEEDED := import cloudpickle, pytest, sklearn, tensorboard, torch, torchmetrics, tqdm, yaml
+test-gpu:
+	@if $(PYTHON) -c '$(NEEDED)' 2>/dev/null; then set -x; $(PYTHON) -m pytest -m gpu $(ARGS); \
+	else $(MAKE) --no-print-directory $(VENV)/ready-dev && $(BIN) -m pytest -m gpu $(ARGS); fi
 
 bench: $(VENV)/ready-bench
 	$(BIN) benchmarks/overhead.py

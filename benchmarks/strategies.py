@@ -14,7 +14,7 @@ Then the time to 97 % accuracy on the digits (wall time of the training, validat
 from __future__ import annotations
 
 import argparse
-import copy
+import functools
 import importlib.util
 import logging
 import statistics
@@ -37,8 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from callbacks import Callback  # noqa: E402
 from tests.helpers.ranks import run_ranks  # noqa: E402
-from trainer import Trainer, TrainModule  # noqa: E402
-from trainer.config import _STRATEGIES  # noqa: E402
+from trainer import ModelParallelDDPStrategy, ModelParallelStrategy, Trainer, TrainModule  # noqa: E402
 
 TARGET, RANKS = 0.97, 2
 SAMPLES = {"mlp": 16, "digits": 32}  # of a step and rank
@@ -124,11 +123,19 @@ class Module(TrainModule):
         x, y = batch
         return F.cross_entropy(self.net(x), y)
 
+    def configure_model(self) -> None:
+        mesh = self.trainer.strategy.device_mesh
+        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+            from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # slow to load
+
+            parallelize_module(self.net, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
     def configure_optimizers(self) -> Any:
         return optimizer_of(self.model, self.parameters())
 
 
-def ours(model: str, steps: int, ranks: int, strategy: Any) -> float:
+def ours(model: str, steps: int, ranks: int, strategy: Any, devices: int = RANKS, shares: int | None = None) -> float:
+    """Train with a strategy (name, or function that makes it); `shares` of the data are as many as ranks if not said otherwise."""
     watch = Watch(steps)
 
     class Timer(Callback):
@@ -136,25 +143,34 @@ def ours(model: str, steps: int, ranks: int, strategy: Any) -> float:
             watch.step()
 
     dataset, module = data(model, steps), Module(model)
-    devices = 1 if strategy == "single_device" else RANKS
-    batch = SAMPLES[model] * (1 if ranks > 1 else RANKS)
+    batch = SAMPLES[model] * RANKS // (shares or ranks)
     Trainer(
-        accelerator="cpu", devices=devices, strategy=copy.deepcopy(strategy), max_epochs=2, callbacks=[Timer()], logger=False,
+        accelerator="cpu", devices=devices, strategy=strategy() if callable(strategy) else strategy, max_epochs=2, callbacks=[Timer()], logger=False,
         enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
     ).fit(module, DataLoader(dataset, batch, shuffle=True))  # fmt: skip
     return watch.microseconds
 
 
-def contestants(only: list[str]) -> dict[str, tuple[int, Callable[..., float]]]:
-    """Name -> (processes, function); strategies that are not registered are left out."""
+OURS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> processes, arguments of `ours`
+    "single_device": (1, {"strategy": "single_device", "devices": 1}),
+    "dp": (1, {"strategy": "dp"}),
+    "model_parallel": (1, {"strategy": lambda: ModelParallelDDPStrategy(stack="net")}),
+    "ddp": (2, {"strategy": "ddp"}),
+    "fsdp": (2, {"strategy": "fsdp"}),
+    "model_parallel_ddp": (2, {"strategy": lambda: ModelParallelDDPStrategy(2, "net"), "devices": 2 * RANKS}),
+    "mesh, tensor": (2, {"strategy": lambda: ModelParallelStrategy(1, RANKS), "shares": 1}),
+    "mesh, pipeline": (2, {"strategy": lambda: ModelParallelStrategy(1, 1, RANKS, "net"), "shares": 1}),
+}
+
+
+def contestants(model: str, only: list[str]) -> dict[str, tuple[int, Callable[..., float]]]:
+    """Name -> (processes, function); the layers of the digits are not of the kind that ranks compute together."""
     found: dict[str, tuple[int, Callable[..., float]]] = {"1 process, by hand": (1, by_hand)}
-    for name, ranks in (("single_device", 1), ("dp", 1)):
-        if name in _STRATEGIES:
-            found[f"1 process, {name}"] = (1, lambda *a, name=name: ours(*a, name))
-    found["2 ranks, DDP by hand"] = (2, by_hand)
-    for name in ("ddp", "fsdp"):
-        if name in _STRATEGIES:
-            found[f"2 ranks, {name}"] = (2, lambda *a, name=name: ours(*a, name))
+    for name, (ranks, arguments) in OURS.items():
+        if ranks == 2:
+            found.setdefault("2 ranks, DDP by hand", (2, by_hand))
+        if model == "mlp" or name != "mesh, tensor":
+            found[f"{ranks} {'ranks' if ranks > 1 else 'process'}, {name}"] = (ranks, functools.partial(ours, **arguments))
     return {k: v for k, v in found.items() if "by hand" in k or not only or any(name in k for name in only)}
 
 
@@ -163,12 +179,12 @@ def turn(model: str, steps: int, name: str) -> float:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    ranks, run = contestants([])[name]
+    ranks, run = contestants(model, [])[name]
     return run(model, steps, ranks)
 
 
 def report(model: str, steps: int, repetitions: int, only: list[str]) -> None:
-    turns = contestants(only)
+    turns = contestants(model, only)
     times: dict[str, list[float]] = {name: [] for name in turns}
     for repetition in range(repetitions):
         first = repetition % len(turns)
@@ -249,9 +265,8 @@ def accuracies() -> None:
     print(f"\ntime to {TARGET:.0%} accuracy on the digits (validation pictures)\n{'':28}{'seconds':>10}{'epochs':>8}{'accuracy':>10}")
     rows: list[tuple[str, Any]] = [("2 ranks, DDP by hand", lambda: run_ranks(accuracy_by_hand, RANKS)[0])]
     for name, ranks in (("single_device", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2)):
-        if name in _STRATEGIES:
-            label = f"{ranks} {'ranks' if ranks > 1 else 'process'}, {name}"
-            rows.append((label, lambda n=name, r=ranks: run_ranks(accuracy_run, r, strategy=n, ranks=r)[0] if r > 1 else accuracy_run(n, 1)))
+        label = f"{ranks} {'ranks' if ranks > 1 else 'process'}, {name}"
+        rows.append((label, lambda n=name, r=ranks: run_ranks(accuracy_run, r, strategy=n, ranks=r)[0] if r > 1 else accuracy_run(n, 1)))
     for label, run in rows:
         found = sorted((run() for _ in range(3)), key=lambda r: r[0])[1]
         print(f"{label:28}{found[0]:10.2f}{found[1]:8d}{100 * found[2]:9.1f} %")

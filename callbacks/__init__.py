@@ -6,20 +6,34 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "BackboneFinetuning": "backbone_finetuning",
+    "BaseFinetuning": "finetuning",
+    "BasePredictionWriter": "prediction_writer",
     "CSVLogger": "loggers.csv",
     "Callback": "callback",
+    "DeviceStatsMonitor": "device_stats",
+    "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "GradientAccumulationScheduler": "gradient_sync",
+    "GradientMonitor": "gradient_monitor",
     "GradientSync": "gradient_sync",
+    "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "lr_monitor",
     "Logger": "loggers.base",
     "MisconfigurationException": "errors",
     "ModelCheckpoint": "checkpoint",
     "ModelSummary": "model_summary",
+    "OnExceptionCheckpoint": "on_exception",
     "ProgressBar": "progress",
     "SeedEverything": "seeding",
+    "SpikeDetection": "spike",
+    "StragglerMonitor": "straggler",
     "TQDMProgressBar": "progress",
     "TensorBoardLogger": "loggers.tensorboard",
+    "ThroughputMonitor": "throughput",
+    "Timer": "timer",
+    "TrainingSpikeException": "spike",
+    "WeightAveraging": "weight_averaging",
 }
 
 BELONGS_TO = "trainer"  # by this `trainer` tells us from a user's own package of the same name

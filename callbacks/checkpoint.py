@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 
-from callbacks.checkpoint_files import absolute, fill_name, point, remove, why_unwritable
-from callbacks.checkpoint_triggers import SaveTriggers
-from callbacks.errors import CheckpointError, MisconfigurationException, nearest
+from callbacks.checkpoint_claims import claim, release
+from callbacks.checkpoint_files import PREEMPTED, absolute, fill_name, point, remove, why_unwritable
+from callbacks.checkpoint_ranking import Ranking
+from callbacks.errors import MisconfigurationException, nearest
 from callbacks.loggers.plain import to_yaml
-from callbacks.monitor import check_mode, missing_monitor, rank_of
 
 __all__ = ["ModelCheckpoint"]
 
-_RANKING = ("best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
-
-
-class ModelCheckpoint(SaveTriggers):
+class ModelCheckpoint(Ranking):
     """Save checkpoints during fit and keep the best, the newest, or all of them.
 
     The hooks only ask for a save; it happens at the boundary between two optimizer steps, after that step's numbers (also
@@ -48,6 +46,9 @@ class ModelCheckpoint(SaveTriggers):
             validation; None: at the end of validation when there is one.
         enable_version_counter: Append "-v1", "-v2", ... rather than overwrite a file that this run does not own. `last` is
             always overwritten: it is the newest save of the newest run.
+        async_save: Take a copy of the state (on the host, kept for the next save) and write it while training goes on. The next save
+            and the end of fit wait for it; links move and old files go when the new one is whole. An error comes up at the next
+            boundary. Sharded checkpoints are written at once.
 
     Raises:
         MisconfigurationException: arguments that cannot work together, and in `setup` a folder that cannot be written.
@@ -76,46 +77,23 @@ class ModelCheckpoint(SaveTriggers):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        async_save: bool = False,
     ) -> None:
         super().__init__(every_n_train_steps, train_time_interval, every_n_epochs, save_on_train_epoch_end)
         self.dirpath = None if dirpath is None else absolute(dirpath)
         self.filename = filename
-        self.monitor = monitor
         self.verbose = verbose
         self.save_last = save_last
-        self.save_top_k = save_top_k
         self.save_on_exception = save_on_exception
         self.save_weights_only = save_weights_only
-        self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
         self.enable_version_counter = enable_version_counter
-        self._check_arguments()
-
-        self.best_model_path = ""
-        self.best_model_score: torch.Tensor | None = None
-        self.best_k_models: dict[str, torch.Tensor] = {}
-        self.kth_best_model_path = ""
-        self.kth_value = torch.tensor(float("inf") if mode == "min" else -float("inf"))
-        self.current_score: torch.Tensor | None = None
-        self.last_model_path = ""
-        self._link_only_path = ""  # a file that only the link `last` keeps alive
+        self.async_save = async_save
+        self._open_books(monitor, mode, save_top_k)
+        if save_last not in (None, True, False, "link"):
+            raise MisconfigurationException(f"ModelCheckpoint(save_last={save_last!r}): expected True, False, None or 'link'.")
         self._rest: dict[str, Any] | None = None  # what is still to be done of a save whose file stands
-
         self._last_global_step_saved = -1
-        self._warned: set[str] = set()
-        self._told_stale = False
-
-    def _check_arguments(self) -> None:
-        check_mode("ModelCheckpoint", self.mode)
-        if self.save_top_k < -1:
-            raise MisconfigurationException(f"ModelCheckpoint(save_top_k={self.save_top_k}): expected -1 (all), 0 (none) or more.")
-        if self.monitor is None and self.save_top_k not in (-1, 0, 1):
-            raise MisconfigurationException(
-                f"ModelCheckpoint(save_top_k={self.save_top_k}, monitor=None): ranking needs a metric. Give `monitor`, or keep the newest"
-                " (save_top_k=1), all (-1) or none (0)."
-            )
-        if self.save_last not in (None, True, False, "link"):
-            raise MisconfigurationException(f"ModelCheckpoint(save_last={self.save_last!r}): expected True, False, None or 'link'.")
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
@@ -147,7 +125,7 @@ class ModelCheckpoint(SaveTriggers):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the ranking of the run that is resumed; its files in another folder are ranked on, and never deleted."""
-        for name in ("best_model_path", *_RANKING):
+        for name in self.BOOKS:
             if name in state_dict:
                 setattr(self, name, state_dict[name])
         self.best_k_models = dict(self.best_k_models)
@@ -186,8 +164,10 @@ class ModelCheckpoint(SaveTriggers):
         """Do what the run that is resumed was killed over: the rest of a save, or one that was due behind another callback's."""
         self._asked_epoch = trainer.current_epoch
         if self._rest is not None and not self._skip(trainer):
-            self._finish(trainer)
-        if self._due and not self._skip(trainer):
+            if not trainer.broadcast(trainer.is_global_zero and self._complete(trainer)):
+                trainer.write_checkpoint(self._rest_of_save(trainer), weights_only=self.save_weights_only)
+            self._rest = None
+        if self._due and not self._skip(trainer) and not trainer.validation_owed:
             self._save(trainer)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
@@ -199,8 +179,9 @@ class ModelCheckpoint(SaveTriggers):
             return
         self._asked_epoch = trainer.current_epoch
         try:
+            trainer.finish_saves()
             path = self._free_path(trainer, self._candidates(trainer), own=set())
-            trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+            trainer.write_checkpoint([path], weights_only=self.save_weights_only, ended=lambda done: release(path))
             self._last_global_step_saved = step
         except Exception as error:  # the exception that ended the run must stay the one that is seen
             warnings.warn(f"ModelCheckpoint(save_on_exception=True): not saved: {error}", stacklevel=2)
@@ -225,134 +206,65 @@ class ModelCheckpoint(SaveTriggers):
                 logger.save()
         self._write(trainer, values, score, keep)
         self._last_global_step_saved = trainer.global_step
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.after_save_checkpoint(self)
 
     def _write(self, trainer: Any, values: dict[str, Any], score: torch.Tensor | None, keep: bool) -> None:
         """New file first, then the rest. The file itself says what the rest is, so that a resume from it does what a crash prevented."""
         link = self.save_last == "link"
+        trainer.finish_saves()  # which names are free, and who is displaced, depends on how they ended
         stale = self._displaced(keep) if keep or link else set()
+        if trainer.continues and os.path.basename(trainer.ckpt_path) == PREEMPTED:
+            stale.add(absolute(trainer.ckpt_path))
         path = self._free_path(trainer, values, own=stale) if keep or link else ""
-        books = dict(self.__dict__)
+        books = self._books()
         stale |= self._name_last(values)
         self._due, self._rest = False, {"path": path, "stale": sorted(stale)}
         if path:
             self._enter(path, score, keep, stale)
-            try:
-                trainer.save_checkpoint(path, weights_only=self.save_weights_only)
-            except BaseException:
-                self.__dict__.update(books)  # they must not name a file that was not written
-                raise
-        self._finish(trainer)
-        if self.verbose:
-            saved = path or self.last_model_path
-            trainer.print(f"Epoch {self._asked_epoch}, step {trainer.global_step}: {self._story(score, keep)} {saved}")
+        steps = [*([path] if path else []), *self._rest_of_save(trainer)]
+        saved = f"Epoch {self._asked_epoch}, step {trainer.global_step}: {self._story(score, keep)} {path or self.last_model_path}"
 
-    def _finish(self, trainer: Any) -> None:
-        """Move the link, then remove old files, then write the full copy: a crash at any point leaves a whole newest file. Collective."""
+        def ended(done: int) -> None:
+            if path and trainer.is_global_zero:
+                release(path)
+            if path and not done:  # the books must not name a file that was not written
+                self.__dict__.update(books)
+                self._due, self._rest = True, None
+            if done < len(steps):
+                return
+            self._rest = None
+            if trainer.is_global_zero:
+                for logger in trainer.loggers:
+                    logger.after_save_checkpoint(self)
+            if self.verbose:
+                trainer.print(saved)
+
+        trainer.write_checkpoint(steps, weights_only=self.save_weights_only, background=self.async_save, ended=ended)
+
+    def _rest_of_save(self, trainer: Any) -> list[Any]:
+        """What comes after the file: move the link, then remove old files, then the full copy. A crash at any point leaves a whole newest one."""
         path, stale = self._rest["path"], set(self._rest["stale"])
-        if self.save_last == "link":
-            self._move_link(trainer, path)
-        if trainer.is_global_zero:
-            for old in sorted(stale - {path, self.last_model_path}):
-                if self._may_delete(trainer, old):
-                    remove(old)
-        self._rest = None
-        if self.save_last and self.save_last != "link":
-            trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
+        link = self.save_last == "link"
+        steps: list[Any] = [partial(point, self.last_model_path, path)] if link else []
+        steps += [partial(remove, old) for old in sorted(stale - {path, self.last_model_path}) if self._may_delete(trainer, old)]
+        return [*steps, self.last_model_path] if self.save_last and not link else steps
 
-    def _move_link(self, trainer: Any, path: str) -> None:
-        """Let `last` point to `path`. Collective: what goes wrong on rank 0 is raised on all."""
-        problem = None
-        if trainer.is_global_zero:
-            try:
-                point(self.last_model_path, path)
-            except CheckpointError as error:
-                problem = error
-        problem = trainer.broadcast(problem)
-        if problem is not None:
-            raise problem
+    def _complete(self, trainer: Any) -> bool:
+        """True when the save of the file that is resumed was not cut short: the folder looks as after its last step."""
+        path, stale = self._rest["path"], set(self._rest["stale"]) - {self._rest["path"], self.last_model_path}
+        try:
+            if self.save_last == "link" and not os.path.samefile(self.last_model_path, path):
+                return False
+            if self.save_last is True:  # the full copy comes last
+                return os.stat(self.last_model_path).st_mtime_ns >= os.stat(trainer.ckpt_path).st_mtime_ns
+        except OSError:
+            return False
+        return not any(os.path.lexists(old) and self._may_delete(trainer, old) for old in stale)
 
     def _story(self, score: torch.Tensor | None, keep: bool) -> str:
         if score is None:
             return "saved"
         place = f"among the best {self.save_top_k}" if self.save_top_k > 0 else "kept"
         return f"{self.monitor} = {float(score):.5f} ({place if keep else 'not ' + place}; best {self.best_model_score}), saved"
-
-    def _candidates(self, trainer: Any) -> dict[str, Any]:
-        return {**trainer.callback_metrics, "epoch": self._asked_epoch, "step": trainer.global_step}
-
-    def _score(self, trainer: Any, values: dict[str, Any]) -> torch.Tensor | None:
-        """Return what ranks the state of this step; None without a number that belongs to it."""
-        if self.monitor is None:
-            return None
-        if self.monitor in values:
-            measured = trainer.metric_steps.get(self.monitor, trainer.global_step)
-            if measured != trainer.global_step:
-                if self.every_n_train_steps and not self._told_stale:
-                    self._told_stale = True
-                    warnings.warn(
-                        f"ModelCheckpoint: {self.monitor!r} was measured at step {max(measured, 0)}, not at step {trainer.global_step}, so this "
-                        "state is not ranked. Validate at the steps that save, or use save_last=True.",
-                        stacklevel=2,
-                    )
-                return None
-            self.current_score = torch.as_tensor(values[self.monitor]).detach().clone()
-            return self.current_score
-        error = missing_monitor("ModelCheckpoint", self.monitor, set(values) - {"epoch", "step"}, "Call self.log() with this name.")
-        if self._epoch_end_step >= 0 and (self._validated or not self._awaits_validation):
-            raise error
-        self._warn_once(f"{error} Nothing is ranked until it appears.")
-        return None
-
-    def _wanted(self, score: torch.Tensor | None) -> bool:
-        if self.save_top_k == 0 or (self.monitor is not None and score is None):
-            return False
-        return self.monitor is None or self.check_monitor_top_k(None, score)
-
-    def check_monitor_top_k(self, trainer: Any, current: torch.Tensor | float | None = None) -> bool:
-        """Return whether a checkpoint scored `current` would be among the kept ones. Ties do not displace; NaN displaces nothing."""
-        if current is None or self.save_top_k == 0:
-            return False
-        if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
-            return True
-        return rank_of(current, self.mode) < self._rank(self._ranked()[self.save_top_k - 1])
-
-    def _rank(self, path: str) -> tuple[bool, float]:
-        return rank_of(self.best_k_models[path], self.mode)
-
-    def _ranked(self) -> list[str]:
-        """The ranked files, best first; of equally good ones the oldest comes last, so it is the first to go."""
-        return sorted(reversed(list(self.best_k_models)), key=self._rank)
-
-    def _displaced(self, keep: bool) -> set[str]:
-        """The files of ours that the coming one makes superfluous."""
-        gone = {self._link_only_path} - {""}
-        if not keep:
-            return gone
-        if self.monitor is None and self.save_top_k == 1:
-            gone.add(self.best_model_path)
-        elif self.monitor is not None and self.save_top_k > 0:
-            gone.update(self._ranked()[self.save_top_k - 1 :])
-        return gone - {""}
-
-    def _enter(self, path: str, score: torch.Tensor | None, keep: bool, stale: set[str]) -> None:
-        """Write the coming file into the books, before it is saved: the state inside the file then counts the file itself."""
-        self._link_only_path = "" if keep else path
-        if not keep:
-            return
-        if self.monitor is None:
-            self.best_model_path = path
-            return
-        kept = {old: value for old, value in self.best_k_models.items() if old not in stale and old != path}
-        self.best_k_models = {**kept, path: score}
-        self.kth_best_model_path = self._ranked()[-1]
-        self.kth_value = self.best_k_models[self.kth_best_model_path]
-        best = min(self.best_k_models, key=self._rank)
-        best_is_nan = self._rank(best)[0]
-        self.best_model_path = "" if best_is_nan else best
-        self.best_model_score = None if best_is_nan else self.best_k_models[best]
 
     def _name_last(self, values: dict[str, Any]) -> set[str]:
         """Settle the path of `last`; return its former path if that changes."""
@@ -364,13 +276,13 @@ class ModelCheckpoint(SaveTriggers):
         return {former} - {"", self.last_model_path}
 
     def _free_path(self, trainer: Any, values: dict[str, Any], own: set[str]) -> str:
-        """Return a path that overwrites nothing but files in `own`. Collective: rank 0 looks, all get its answer."""
+        """Return a path that overwrites nothing but files in `own`, and claim it. Collective: rank 0 looks, all get its answer."""
         path = self.format_checkpoint_name(values)
         if not self.enable_version_counter:
             return path
         if trainer.is_global_zero:
             version = self.STARTING_VERSION
-            while path not in own and os.path.lexists(path):
+            while path not in own and not claim(path):
                 path = self.format_checkpoint_name(values, ver=version)
                 version += 1
         return trainer.broadcast(path)
@@ -397,11 +309,6 @@ class ModelCheckpoint(SaveTriggers):
             return 0
 
         return fill_name(template, values, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR, absent)
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, stacklevel=2)
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Write `best_k_models` (path: score) as YAML, by default to "<dirpath>/best_k_models.yaml"."""

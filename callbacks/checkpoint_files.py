@@ -13,6 +13,9 @@ from typing import Any
 
 from callbacks.errors import CheckpointError
 
+PREEMPTED = "preempted.ckpt"
+"""What a run saves when its machine is taken away, in the folder of the first ModelCheckpoint; the next save of the resumed run removes it."""
+
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
@@ -54,7 +57,9 @@ def remove(path: str) -> None:
     """Delete a checkpoint, file or folder. One that is gone already is fine; one that cannot go is a warning, the new save stands."""
     try:
         if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
+            aside = _temporary(path)
+            os.rename(path, aside)  # at no time is there half a folder of that name
+            shutil.rmtree(aside)
         else:
             os.remove(path)
     except FileNotFoundError:
@@ -69,8 +74,8 @@ def point(link: str, target: str) -> None:
     Raises:
         CheckpointError: the file system has no symbolic links; the message names the path and what to do.
     """
-    folder, name = os.path.split(link)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+    folder = os.path.dirname(link)
+    temporary = _temporary(link)
     try:
         os.symlink(os.path.relpath(target, folder), temporary)
         if os.path.isdir(link) and not os.path.islink(link):  # a full copy that was saved as a folder
@@ -82,3 +87,9 @@ def point(link: str, target: str) -> None:
         raise CheckpointError(
             f"{link}: cannot be made a symbolic link to {target} ({error}). Use save_last=True for a full copy."
         ) from error
+
+
+def _temporary(path: str) -> str:
+    """Return a hidden name beside `path`; the trainer clears such names when their process is long dead."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name[:200]}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")

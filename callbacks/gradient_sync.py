@@ -92,6 +92,10 @@ class GradientSync(Callback):
             if not hasattr(strategy, "comm_hook"):
                 raise MisconfigurationException(f"GradientSync(comm_hook=...): strategy {strategy.name!r} sends no gradients; use 'ddp'.")
             strategy.comm_hook, strategy.comm_state = _hook(self.comm_hook, self.comm_state, self.comm_options)
+        if max(self.schedule.values()) > 1 and not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: accumulation works in automatic optimization only; in manual optimization step every n-th batch yourself."
+            )
         static = getattr(strategy, "ddp_kwargs", {}).get("static_graph")
         if static and (self.average_every is not None or max(self.schedule.values()) > 1):
             raise MisconfigurationException(
@@ -134,13 +138,36 @@ class GradientSync(Callback):
 
 
 class GradientAccumulationScheduler(GradientSync):
-    """Lightning's name for `GradientSync(accumulate=scheduling)`."""
+    """Lightning's name for `GradientSync(accumulate=scheduling)`.
+
+    Args:
+        scheduling: {first epoch, from 0: batches of one optimizer step}; epochs ahead of the first one named take single batches.
+
+    Raises:
+        MisconfigurationException: as GradientSync, for an empty schedule, and when a fit starts with Trainer(accumulate_grad_batches=) as well.
+    """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
             raise MisconfigurationException("GradientAccumulationScheduler needs {epoch: batches}; got nothing.")
         super().__init__(scheduling)
         self.scheduling = self.schedule
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Return whether any epoch has steps of several batches."""
+        return max(self.schedule.values()) > 1
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Return the batches of one step in `epoch`."""
+        return self.accumulation(epoch)
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if stage == "fit" and trainer.accumulate_grad_batches != 1:
+            raise MisconfigurationException(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulationScheduler both say how many batches "
+                "make a step. Give one of them."
+            )
+        super().setup(trainer, module, stage)
 
 
 def _hook(hook: Any, state: Any, options: dict[str, Any]) -> tuple[Callable[..., Any], Any]:

@@ -8,8 +8,12 @@ from typing import Any
 import callbacks
 
 _HOME = {
+    "Accelerator": "accelerators",
+    "AsyncCheckpointIO": "checkpoint.background",
     "AttributeDict": "hparams",
+    "BadLossError": "errors",
     "CheckpointError": "errors",
+    "CheckpointIO": "checkpoint.plugin",
     "CombinedLoader": "data",
     "DDPStrategy": "strategies",
     "DataError": "errors",
@@ -19,11 +23,14 @@ _HOME = {
     "MisconfigurationException": "errors",
     "MixedPrecision": "precision",
     "ModelParallelDDPStrategy": "strategies",
+    "ModelParallelStrategy": "strategies",
     "Precision": "precision",
+    "RestartError": "errors",
     "SIGTERMException": "errors",
     "StallError": "errors",
     "SingleDeviceStrategy": "strategies",
     "Strategy": "strategies",
+    "TorchCheckpointIO": "checkpoint.files",
     "TrainModule": "module",
     "Trainer": "trainer",
     "TrainerError": "errors",

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer.checkpoint import io, state
+from trainer.checkpoint import files, state
 from trainer.hparams import HyperparametersMixin
-from trainer.module import accepted_arguments, move_to
+from trainer.module_hooks import move_to
 
 __all__ = ["DataModule"]
 
@@ -92,7 +92,7 @@ class DataModule(HyperparametersMixin):
         Raises:
             CheckpointError: when the file is missing, damaged or unsafe.
         """
-        table = io.load(checkpoint_path, map_location=map_location, weights_only=weights_only)
+        table = files.load(checkpoint_path, map_location=map_location, weights_only=weights_only)
         module = cls(**{**accepted_arguments(cls, table.get(state.DATA_HPARAMS, {})), **overrides})
         if table.get(cls.__qualname__):
             module.load_state_dict(table[cls.__qualname__])

@@ -6,6 +6,7 @@ from typing import Any
 
 import callbacks as callback_package
 from callbacks.callback import HOOKS, check_hook_names
+from trainer import plugins
 from trainer.errors import MisconfigurationException
 
 __all__ = ["make_callbacks", "make_loggers"]
@@ -17,10 +18,20 @@ def make_loggers(logger: Any) -> list[Any]:
     if logger is None or logger is True:
         return [callback_package.TensorBoardLogger()]
     found = list(logger) if isinstance(logger, (list, tuple)) else [logger]
+    found = [_logger_of(one) if isinstance(one, str) else one for one in found]
     for one in found:
         if not isinstance(one, callback_package.Logger):
-            raise MisconfigurationException(f"logger must be True, False, a Logger or a list of them; got {_full_name(one)}.")
+            raise MisconfigurationException(f"logger must be True, False, a name, a Logger or a list of them; got {_full_name(one)}.")
     return found
+
+
+def _logger_of(name: str) -> Any:
+    """The logger of a name: a built-in one, else a plug-in's."""
+    if name == "csv":
+        return callback_package.CSVLogger()
+    if name == "tensorboard":
+        return callback_package.TensorBoardLogger()
+    return plugins.make("loggers", "logger", name, callback_package.Logger, ("csv", "tensorboard"))
 
 
 def _full_name(thing: Any) -> str:
@@ -31,7 +42,10 @@ def _full_name(thing: Any) -> str:
 
 def make_callbacks(given: Any, checkpoint: bool, bar: bool, summary: bool, forbid_checkpoint: bool) -> list[Any]:
     """The user's callbacks, then the default ones that are missing; checkpoints last, so that they see what others did."""
-    found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    found: list[Any] = []
+    for one in list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]:
+        made = plugins.make("callbacks", "callbacks", one, (callback_package.Callback, list)) if isinstance(one, str) else one
+        found += made if isinstance(one, str) and isinstance(made, list) else [made]
     for one in found:
         if not isinstance(one, callback_package.Callback):
             raise MisconfigurationException(f"callbacks must be Callback objects; got {_full_name(one)}.")

@@ -1,20 +1,22 @@
-"""Devices: from what a user asks for to a device type and indices, checked before anything starts."""
+"""Devices: from what a user asks for to an accelerator and indices, checked before anything starts."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from trainer import idle
+from trainer.accelerators import BUILT_IN, Accelerator, CUDAAccelerator, read_devices
 from trainer.errors import MisconfigurationException, nearest
+from trainer.launchers.environment import gpu_order
 
-__all__ = ["Devices", "resolve"]
+__all__ = ["NAMES", "Devices", "resolve"]
 
-_TYPES = {"cpu": "cpu", "cuda": "cuda", "gpu": "", "mps": "mps"}  # gpu: whichever of cuda and mps this machine has
-_NAMES = ["auto", *_TYPES]
+_GPUS = ("cuda", "mps")  # "gpu" is whichever this machine has
+NAMES = ("auto", "cpu", "cuda", "gpu", "mps")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,13 @@ class Devices:
 
     type: str
     indices: tuple[int, ...]
+    accelerator: Accelerator = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+    note: str = field(default="", compare=False, repr=False)
+    """A line for the user, where devices were left out."""
+
+    def __post_init__(self) -> None:
+        if self.accelerator is None:
+            object.__setattr__(self, "accelerator", BUILT_IN[self.type]())
 
     @property
     def count(self) -> int:
@@ -40,20 +49,26 @@ class Devices:
         """
         if not 0 <= local_rank < self.count:
             raise MisconfigurationException(
-                f"local rank {local_rank} has no device: {self.count} {self.type} device(s) were asked for. "
+                f"local rank {local_rank} has no device: {self.count} {self.accelerator} device(s) were asked for. "
                 "Start as many processes on each node as the Trainer has devices."
             )
-        return torch.device("cpu") if self.type == "cpu" else torch.device(self.type, self.indices[local_rank])
+        return self.accelerator.device(self.indices[local_rank])
 
 
-def resolve(accelerator: str | torch.device | Devices = "auto", devices: str | int | Sequence[int] = "auto") -> Devices:
-    """Work out the device type and indices.
+def resolve(
+    accelerator: str | torch.device | Accelerator | Devices = "auto",
+    devices: str | int | Sequence[int] = "auto",
+    idle_first: bool = False,
+) -> Devices:
+    """Work out the accelerator and indices.
 
     Args:
-        accelerator: "cpu", "cuda", "mps", "gpu" (cuda or mps), or "auto" (gpu where there is one, else cpu); a `torch.device`; a
-            finished `Devices`, returned as it is.
+        accelerator: "cpu", "cuda", "mps", "gpu" (cuda or mps), or "auto" (gpu where there is one, else cpu); a `torch.device`; an
+            `Accelerator`; a finished `Devices`, returned as it is.
         devices: a number; a list of indices, also as text ("0,1"; "0," is index 0 and "1" is one device); -1 or "-1" for all that
             exist; "auto" for all (cpu: one). On cpu a number means that many processes.
+        idle_first: on cuda, leave out those that others use where there is a choice: "auto" takes the idle ones (all, with a
+            warning, where none is), a number as many as it says, idle ones first.
 
     Raises:
         MisconfigurationException: an unknown accelerator, one that this machine lacks, no devices, a negative number or index,
@@ -65,88 +80,41 @@ def resolve(accelerator: str | torch.device | Devices = "auto", devices: str | i
         if accelerator.index is not None and devices == "auto" and accelerator.type != "cpu":
             devices = [accelerator.index]
         accelerator = accelerator.type
-    kind = _type(accelerator)
-    if kind == "cpu":
-        return Devices(kind, _cpu_indices(_parse(devices)))
-    return Devices(kind, _indices(kind, _parse(devices), _count(kind)))
+    kind = accelerator if isinstance(accelerator, Accelerator) else BUILT_IN[_type(accelerator)]()
+    if not kind.is_available():
+        raise MisconfigurationException(f"accelerator={kind.name!r} was asked for, but it finds no device on this machine.")
+    indices = tuple(kind.parse_devices(devices))
+    if not indices:
+        raise MisconfigurationException(f"accelerator={kind.name!r}: devices={devices!r} gives no device.")
+    note = ""
+    if idle_first and isinstance(kind, CUDAAccelerator):
+        indices, note = _idle_ones(read_devices(devices), indices, kind.auto_device_count())
+    return Devices(kind.device_type, indices, kind, note)
+
+
+def _idle_ones(wanted: int | list[int] | None, indices: tuple[int, ...], exist: int) -> tuple[tuple[int, ...], str]:
+    """Choose among `exist` GPUs, where there is a choice and the use of each is known."""
+    if isinstance(wanted, list) or exist == 1 or wanted in (-1, exist):
+        return indices, ""
+    gpus = idle.visible(idle.ask(), *gpu_order(), exist)
+    if not gpus:
+        return indices, ""
+    own = [torch.cuda.memory_reserved(i) // 2**20 if torch.cuda.is_initialized() else 0 for i in range(exist)]
+    chosen, note = idle.prefer(gpus, wanted, own)
+    return tuple(chosen), note
 
 
 def _type(name: Any) -> str:
-    """Return the torch device type for an accelerator's name, which must exist on this machine."""
-    if name not in _NAMES:
-        raise MisconfigurationException(f"unknown accelerator {name!r}; choose one of {', '.join(_NAMES)}.{nearest(str(name), _NAMES)}")
-    present = [kind for kind in ("cuda", "mps") if _count(kind)]
+    """Return the name of the built-in accelerator that `name` means, which must exist on this machine."""
+    if name not in NAMES:
+        raise MisconfigurationException(
+            f"unknown accelerator {name!r}; choose one of {', '.join(NAMES)}, or give an Accelerator object.{nearest(str(name), NAMES)}"
+        )
+    present = [kind for kind in _GPUS if BUILT_IN[kind]().is_available()]
     if name == "auto":
         return (present or ["cpu"])[0]
-    kind = _TYPES[name] or (present or ["gpu"])[0]
+    kind = (present or ["gpu"])[0] if name == "gpu" else name
     if kind != "cpu" and kind not in present:
         found = f"only {', '.join(present)} and cpu" if present else "only cpu"
         raise MisconfigurationException(f"accelerator={name!r} was asked for, but torch sees {found} on this machine.")
     return kind
-
-
-def _count(kind: str) -> int:
-    """How many devices of a type exist; asks the type's own module, which does not start the device."""
-    if kind == "cuda":
-        return torch.cuda.device_count()
-    return int(torch.backends.mps.is_available())
-
-
-def _parse(devices: Any) -> int | list[int] | None:
-    """Return a number, a list of indices, or None for "auto"."""
-    try:
-        if isinstance(devices, bool):
-            raise TypeError
-        if isinstance(devices, str):
-            text = devices.strip()
-            if text == "auto":
-                return None
-            return [int(part) for part in text.split(",") if part.strip()] if "," in text else int(text)
-        if isinstance(devices, Sequence):
-            if any(isinstance(index, bool) for index in devices):
-                raise TypeError
-            return [operator.index(index) for index in devices]
-        return operator.index(devices)
-    except (TypeError, ValueError):
-        raise MisconfigurationException(
-            f"devices={devices!r} is not understood; give a number, a list of indices, '0,1', -1 (all) or 'auto'."
-        ) from None
-
-
-def _cpu_indices(wanted: int | list[int] | None) -> tuple[int, ...]:
-    if wanted is None:
-        return (0,)
-    if isinstance(wanted, list):
-        _check_list(wanted, "cpu")
-        return tuple(range(len(wanted)))
-    if wanted < 1:
-        raise MisconfigurationException(f"devices={wanted} on cpu is the number of processes; it must be at least 1.")
-    return tuple(range(wanted))
-
-
-def _indices(kind: str, wanted: int | list[int] | None, exist: int) -> tuple[int, ...]:
-    if wanted is None or wanted == -1:
-        return tuple(range(exist))
-    if isinstance(wanted, list):
-        _check_list(wanted, kind)
-        missing = [index for index in wanted if index >= exist]
-        if missing:
-            raise MisconfigurationException(
-                f"devices={wanted}: there is no {kind} device {missing[0]}; this machine has {exist} (0..{exist - 1})."
-            )
-        return tuple(wanted)
-    if wanted < 1:
-        raise MisconfigurationException(f"devices={wanted}: ask for at least 1 {kind} device, or -1 for all; for none, accelerator='cpu'.")
-    if wanted > exist:
-        raise MisconfigurationException(f"devices={wanted}: this machine has {exist} {kind} device(s).")
-    return tuple(range(wanted))
-
-
-def _check_list(wanted: list[int], kind: str) -> None:
-    if not wanted:
-        raise MisconfigurationException(f"devices=[] names no {kind} device; give at least one index.")
-    if min(wanted) < 0:
-        raise MisconfigurationException(f"devices={wanted}: index {min(wanted)} is negative.")
-    twice = sorted({index for index in wanted if wanted.count(index) > 1})
-    if twice:
-        raise MisconfigurationException(f"devices={wanted} names {kind} device {twice[0]} twice; each process needs its own.")

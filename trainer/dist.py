@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,8 +40,46 @@ def _meeting_point(init_method: str, rank: int, world_size: int) -> torch_dist.S
     """Return the store in which the ranks find each other, one for the life of the process.
 
     Kept, because rank 0 may hold its server: closed with a run, it would be gone under a rank that starts the next one.
+
+    Raises:
+        MisconfigurationException: when rank 0 finds its port taken.
     """
-    return next(iter(torch_dist.rendezvous(init_method, rank, world_size)))[0]
+    try:
+        return next(iter(torch_dist.rendezvous(init_method, rank, world_size)))[0]
+    except torch_dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise MisconfigurationException(
+            f"The port at which the ranks are to meet ({init_method}) is taken by another program. Set MASTER_PORT to a free one, the same on "
+            f"all ranks (Slurm keeps one free with srun --resv-ports). torch says: {error}"
+        ) from None
+
+
+def _number_of_group(store: torch_dist.Store, rank: int, world_size: int) -> int:
+    """Return a number that the ranks' coming group has for itself. Collective.
+
+    The addresses that a group leaves in the store would mislead the next one, so each gets names of its own. Rank 0 counts; what the
+    others read may be the number of a group before, also of ranks that died while they joined it (torchelastic starts new ones, in another
+    number, that find the same store). So each shows a word that nobody else has, and goes on only when rank 0 has seen it.
+    """
+    if rank == 0:
+        number = store.add("trainer/groups", 1)
+        for other in range(1, world_size):
+            word = store.get(f"trainer/group/{number}/joins/{other}").decode()
+            store.set(f"trainer/group/{number}/seen/{word}", "")
+        return number
+    word, shown, pause = uuid.uuid4().hex, 0, 0.001
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while time.monotonic() < deadline:
+        number = store.add("trainer/groups", 0)
+        if number != shown:
+            store.set(f"trainer/group/{number}/joins/{rank}", word)
+            shown = number
+        if store.check([f"trainer/group/{number}/seen/{word}"]):
+            return number
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    raise torch_dist.DistStoreError(f"rank {rank} waited {store.timeout.total_seconds():g} s for rank 0 to open the process group")
 
 
 class Dist:
@@ -74,12 +113,12 @@ class Dist:
                     "(torch.distributed.destroy_process_group()), or ask for as many devices as it has ranks."
                 )
             return
-        backend = "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo"
+        own = torch_dist.Backend.default_device_backend_map.get(self.device_type, "gloo")
+        backend = "gloo" if own == "gloo" else f"cpu:gloo,{self.device_type}:{own}"
         kwargs = {} if self.timeout is None else {"timeout": self.timeout}
         rank, world_size = self.world.rank, self.world.world_size
         store = _meeting_point(str(self.world.init_method), rank, world_size)
-        # The addresses that a group leaves in the store would mislead the next one: each gets names of its own.
-        self._number = store.add(f"trainer/groups/{rank}", 1)
+        self._number = _number_of_group(store, rank, world_size)
         store = torch_dist.PrefixStore(f"trainer/group/{self._number}", store)
         torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **kwargs)
         self._owns_group = True
@@ -96,6 +135,10 @@ class Dist:
             return None
         own = torch_dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
         return torch_dist.PrefixStore(f"trainer/{name}/{self._number}", own)
+
+    def job_store(self) -> torch_dist.Store:
+        """Return the store of who started the ranks, which outlives them. For ranks that read where to meet from the environment."""
+        return torch_dist.PrefixStore("trainer/job", _meeting_point(str(self.world.init_method), self.world.rank, self.world.world_size))
 
     def close(self) -> None:
         """Leave the group, if this object opened it."""
@@ -140,6 +183,14 @@ class Dist:
         bits = torch.tensor([int(flag)], dtype=torch.int64)
         torch_dist.all_reduce(bits, op=torch_dist.ReduceOp.MAX)
         return bool(bits.item())
+
+    def union(self, bits: int) -> int:
+        """Return on every rank the bits that any rank has set (up to 62 of them). Collective."""
+        if self.alone:
+            return bits
+        found = torch.tensor([bits], dtype=torch.int64)
+        torch_dist.all_reduce(found, op=torch_dist.ReduceOp.BOR)
+        return int(found.item())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s picklable object on every rank. Collective."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.config import at_least
+from trainer.arguments import at_least
 from trainer.errors import MisconfigurationException
 
 __all__ = ["Face", "TrainerState"]
@@ -50,8 +50,19 @@ class Face:
     predicting = property(lambda self: self._stage_is("predict"))
     sanity_checking = property(lambda self: self._stage_is("sanity_check"))
     interrupted = property(lambda self: self.results.status == "interrupted")
+    received_sigterm = property(
+        lambda self: self.results.received_sigterm or (self._run is not None and self._run.notice.bits != 0),
+        doc="True when SIGTERM (or SIGUSR1) came during the fit; on all ranks from the boundary on at which it is heeded.",
+    )
     global_step = property(lambda self: self.results.progress.step, doc="Optimizer steps done.")
+    validation_owed = property(
+        lambda self: self.results.progress.validation_owed != 0, doc="True when a signal cut the validation after the last step short."
+    )
     is_last_batch = property(lambda self: self._run is not None and self._run.last_group)
+    publishes_step = property(
+        lambda self: self._run is not None and self._run.publishes(),
+        doc="True in a training step, from its first batch on, whose numbers are published when it is over; the same on all ranks.",
+    )
     ckpt_path = property(lambda self: self.results.ckpt_path)
     continues = property(lambda self: self.results.continues, doc="True when `ckpt_path` was found by 'last' or 'auto': the run goes on.")
 
@@ -149,6 +160,12 @@ class Face:
     node_rank = property(lambda self: self._world.node_rank)
     is_global_zero = property(lambda self: self._world.rank == 0)
     num_nodes = property(lambda self: self.settings.num_nodes)
+    data_shares = property(
+        lambda self: 1 if self._run is None else self._run.place[1], doc="How many parts the data are cut into: processes of one model share one."
+    )
+    records = property(
+        lambda self: self._run is None or self._run.records is not False, doc="True on one process of each share of the data: what it predicts counts."
+    )
     num_devices = property(lambda self: self.settings.devices.count)
     device_ids = property(lambda self: list(self.settings.devices.indices))
     accelerator = property(lambda self: self.settings.devices.accelerator, doc="The Accelerator object.")
@@ -195,6 +212,12 @@ class Face:
         if self._run is None or not self._run.loaders.has(stage) or self.settings.limits[stage] == 0:
             return []
         return [math.inf if s.num_batches is None else s.num_batches for s in self._run.loaders.sources(stage)]
+
+    @property
+    def batch_indices(self) -> list[Any] | None:
+        """The entries of the data set in the batch that is evaluated or predicted; None where they are not known (iterables)."""
+        evaluated = self._run.evaluated if self._run is not None else None
+        return None if evaluated is None else evaluated.entries(1)
 
     @property
     def num_training_batches(self) -> float:

@@ -10,7 +10,8 @@ from callbacks.callback import HOOKS as CALLBACK_HOOKS
 from callbacks.callback import Callback, check_hook_names
 from trainer.datamodule import DataModule
 from trainer.errors import MisconfigurationException
-from trainer.module import MODULE_HOOKS, TrainModule
+from trainer.module import TrainModule
+from trainer.module_hooks import MODULE_HOOKS
 
 __all__ = ["HookTable", "check_module", "overrides"]
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from trainer.errors import MisconfigurationException
 
-__all__ = ["AttributeDict", "HyperparametersMixin"]
+__all__ = ["AttributeDict", "HyperparametersMixin", "accepted_arguments", "read_hparams"]
 
 
 class AttributeDict(dict[str, Any]):
@@ -115,4 +119,49 @@ def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
         found |= {name: info.locals[name] for name in info.args[1:] if name in info.locals}  # keyword-only ones are among them
         found |= info.locals.get(info.keywords, {})
         frame = frame.f_back
+    return found
+
+
+def accepted_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `values` that `cls.__init__` takes."""
+    if cls.__init__ in (object.__init__, torch.nn.Module.__init__):  # their signature says **kwargs, which they refuse
+        return {}
+    parameters = inspect.signature(cls.__init__).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(values)
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+def read_hparams(path: str | Path) -> dict[str, Any]:
+    """Read `name: value` lines, as `hparams.yaml` of a run holds them.
+
+    Raises:
+        MisconfigurationException: when the file holds something else, or nested lines while PyYAML is not installed.
+    """
+    text = Path(path).read_text()
+    try:
+        import yaml  # optional: only nested files need it
+    except ImportError:
+        found = _read_lines(path, text)
+    else:
+        found = yaml.safe_load(text) or {}
+    if not isinstance(found, dict):
+        raise MisconfigurationException(f"{path} does not hold `name: value` lines.")
+    return found
+
+
+def _read_lines(path: str | Path, text: str) -> dict[str, Any]:
+    """Read what CSVLogger and TensorBoardLogger write, except for nested values."""
+    found = {}
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if not line.strip() or line.startswith("#"):
+            continue
+        if not colon or not value.strip() or line[0] in " -":
+            raise MisconfigurationException(f"{path} is more than `name: value` lines; reading it needs PyYAML: pip install pyyaml")
+        value = {".nan": "NaN", ".inf": "Infinity", "-.inf": "-Infinity"}.get(value.strip(), value)
+        try:
+            found[name.strip(' "')] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name.strip(' "')] = value.strip()
     return found

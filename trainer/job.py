@@ -34,11 +34,13 @@ class Task:
     """A job and its trainer, callable in the process of one rank."""
 
     def __init__(self, trainer: Any, job: Job) -> None:
-        self.trainer, self.job = trainer, job
+        self.job, self.trainer = job, trainer
+        self.saves_on = ("SIGUSR1",) if job.fn == "fit" else ()  # what a launcher passes on besides SIGTERM
         self.rng = rng_state(devices=False)  # rank 0 continues the caller's random streams
 
     def __call__(self, world: World) -> dict[str, Any] | None:
         if world.rank == 0:
             set_rng_state(self.rng)
+        self.trainer._launcher = None  # nobody is launched from here (a forked rank has the caller's own trainer)
         value = self.trainer.execute(world, self.job)
         return outcome.collect(self.trainer, self.job, value) if world.rank == 0 else None

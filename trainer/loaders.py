@@ -87,6 +87,9 @@ class Loaders:
         self.raw[stage] = raw
         train = stage == "train"
         many = [raw] if train else loaders_of(raw)
+        if self.place[1] < self.dist.world.world_size:
+            for loader in many:
+                self._check_sampler(loader)
         return [
             prepare(
                 loader,
@@ -104,6 +107,16 @@ class Loaders:
             )
             for i, loader in enumerate(many)
         ]
+
+    def _check_sampler(self, loader: Any) -> None:
+        """Refuse a sampler that gives ranks of one model different samples."""
+        sampler, (share, count) = getattr(loader, "sampler", None), self.place
+        cut = getattr(sampler, "rank", share), getattr(sampler, "num_replicas", count)
+        if cut != self.place:
+            raise MisconfigurationException(
+                f"The loader's {type(sampler).__name__} gives this rank part {cut[0]} of {cut[1]}, but ranks that hold parts of one model need the "
+                f"same samples: part {share} of {count}. Leave the sampler out, or give it num_replicas={count}, rank={share}."
+            )
 
     def _sum_over_shares(self, numbers: list[int]) -> list[int]:
         """Add numbers over the shares of the data, each of which may be read by several ranks. Collective."""

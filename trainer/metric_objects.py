@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["is_metric", "load_object", "object_state", "unmoved"]
+__all__ = ["copies", "is_metric", "load_object", "metrics_of", "object_state", "put_back", "unmoved"]
 
 
 def is_metric(value: Any) -> bool:
@@ -45,10 +45,31 @@ def load_object(key: str, metric: Any, states: list[dict[str, Any]], device: tor
         part._update_count = sum(state[path]["count"] for state in states)  # torchmetrics shows it as update_count, to be read only
 
 
+def metrics_of(module: torch.nn.Module) -> list[Any]:
+    """Return the metric objects inside a module that show their state."""
+    return [part for part in module.modules() if is_metric(part) and hasattr(part, "metric_state")]
+
+
+def copies(metrics: list[Any]) -> list[tuple[Any, dict[str, Any], int]]:
+    """Return what `metrics` have summed up, copied on their devices, for `put_back`."""
+    return [
+        (m, {name: list(v) if isinstance(v, list) else v.clone() for name, v in m.metric_state.items()}, getattr(m, "update_count", 0))
+        for m in metrics
+    ]
+
+
+def put_back(copied: list[tuple[Any, dict[str, Any], int]]) -> None:
+    """Set metric objects back to what `copies` found."""
+    for metric, values, count in copied:
+        for name, value in values.items():
+            setattr(metric, name, value)
+        metric._update_count = count
+
+
 @contextmanager
 def unmoved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Run a block after which the metric objects of `module` are as before: for a batch that only keeps step with other ranks."""
-    metrics = [part for part in module.modules() if is_metric(part) and hasattr(part, "metric_state")]
+    metrics = metrics_of(module)
     before = [object_state(metric) for metric in metrics]
     yield
     for metric, state in zip(metrics, before, strict=True):

@@ -15,17 +15,11 @@ from typing import Any
 import torch
 
 from trainer.dist import Dist
+from trainer.entries import REDUCTIONS, Entry
 from trainer.errors import MisconfigurationException
 from trainer.metric_objects import is_metric, load_object, object_state
 
 __all__ = ["Collector", "Published", "batch_size_of", "is_metric"]
-
-_REDUCTIONS = {
-    "mean": "mean", torch.mean: "mean", "avg": "mean",
-    "sum": "sum", torch.sum: "sum",
-    "min": "min", torch.min: "min", min: "min",
-    "max": "max", torch.max: "max", max: "max",
-}  # fmt: skip
 
 
 def batch_size_of(batch: Any) -> int:
@@ -58,93 +52,20 @@ class Published:
         return self
 
 
-class _Entry:
-    """One logged name: the values of the current step, and the sums of the current epoch."""
-
-    __slots__ = ("bar", "loader", "logger", "metric", "name", "on_epoch", "on_step", "once", "path", "reduce",
-                 "step", "step_items", "total", "weight")  # fmt: skip
-
-    def __init__(self, name: str, reduce: str, on_step: bool, on_epoch: bool, bar: bool, logger: bool) -> None:
-        self.name, self.reduce = name, reduce
-        self.on_step, self.on_epoch, self.bar, self.logger = on_step, on_epoch, bar, logger
-        self.loader: int | None = None
-        self.once: bool | None = None  # logged in hooks of an epoch, not of a batch; None: not logged yet
-        self.metric: Any = None
-        self.path: str | None = None
-        self.step: Any = -1
-        self.step_items: list[tuple[torch.Tensor, float]] = []
-        self.total: torch.Tensor | None = None
-        self.weight = 0.0
-
-    def flags(self) -> tuple[Any, ...]:
-        """Return all that says how the values are published; `_Entry.of` makes an empty entry of it."""
-        return self.name, self.reduce, self.on_step, self.on_epoch, self.bar, self.logger, self.loader
-
-    @classmethod
-    def of(cls, flags: tuple[Any, ...]) -> _Entry:
-        entry = cls(*flags[:-1])
-        entry.loader = flags[-1]
-        return entry
-
-    def label(self, kind: str) -> str:
-        """Return the published name of "step" or "epoch" values: marked by the kind where both are published."""
-        if not (self.on_step and self.on_epoch):
-            return self.name
-        suffix = "" if self.loader is None else f"/dataloader_idx_{self.loader}"
-        return f"{self.name.removesuffix(suffix)}_{kind}{suffix}"
-
-    def add(self, value: torch.Tensor, weight: float, step: Any) -> None:
-        if self.on_step:
-            self.add_step(value, weight, step)
-        if self.on_epoch:
-            self._accumulate(value, weight)
-
-    def add_step(self, value: torch.Tensor, weight: float, step: Any) -> None:
-        """Add a value to those of `step`; the first of a new step drops those before."""
-        if self.step != step:
-            self.step = step
-            self.step_items = [(value, weight)]
-        else:
-            self.step_items.append((value, weight))
-
-    def _accumulate(self, value: torch.Tensor, weight: float) -> None:
-        if self.total is None:
-            wide = value.double() if value.device.type != "mps" else value.float()
-            self.total = wide * weight if self.reduce == "mean" else wide.clone()
-        elif self.reduce == "mean":
-            self.total.add_(value, alpha=weight)
-        elif self.reduce == "sum":
-            self.total.add_(value)
-        else:
-            self.total = getattr(torch, "minimum" if self.reduce == "min" else "maximum")(self.total, value)
-        self.weight += weight
-
-    def step_total(self) -> tuple[torch.Tensor, float]:
-        """Return (sum, weight) over the batches of the current step."""
-        if len(self.step_items) == 1:
-            value, weight = self.step_items[0]
-            return (value * weight if self.reduce == "mean" and weight != 1 else value), weight
-        values = torch.stack([v for v, _ in self.step_items])
-        weight = sum(w for _, w in self.step_items)
-        if self.reduce == "mean":
-            return (values * torch.tensor([w for _, w in self.step_items], device=values.device)).sum(), weight
-        if self.reduce == "sum":
-            return values.sum(), weight
-        return (values.min() if self.reduce == "min" else values.max()), weight
-
-
 class Collector:
     """Everything logged in one stage (training, or one validation pass).
 
     Args:
         dist: the ranks to reduce over.
         find_metric: returns the metric object at an attribute path of the module, for a rank that did not log it itself.
+        records: None where every rank's numbers count; else whether this rank's do. The others saw the same samples as one that does.
     """
 
-    def __init__(self, dist: Dist, find_metric: Callable[[str], Any] | None = None) -> None:
+    def __init__(self, dist: Dist, find_metric: Callable[[str], Any] | None = None, records: bool | None = None) -> None:
         self.dist = dist
         self.find_metric = find_metric
-        self.entries: dict[str, _Entry] = {}
+        self.records = records
+        self.entries: dict[str, Entry] = {}
         self._guests: list[Any] = []  # metric objects that only other ranks logged
         self._signature: tuple[tuple[Any, ...], int] = ((), 0)
 
@@ -152,7 +73,7 @@ class Collector:
 
     def entry(
         self, name: str, loader: int | None, reduce: Any, on_step: bool, on_epoch: bool, bar: bool, logger: bool
-    ) -> _Entry:
+    ) -> Entry:
         """Return the entry of `name`, made on first use. The flags of a name are those of its first call.
 
         Raises:
@@ -161,17 +82,26 @@ class Collector:
         key = name if loader is None else f"{name}/dataloader_idx_{loader}"
         found = self.entries.get(key)
         if found is None:
-            if not isinstance(reduce, Hashable) or reduce not in _REDUCTIONS:
+            if not isinstance(reduce, Hashable) or reduce not in REDUCTIONS:
                 raise MisconfigurationException(
                     f"self.log({name!r}, reduce_fx={reduce!r}): reduce_fx must be 'mean', 'sum', 'min' or 'max'."
                 )
-            found = self.entries[key] = _Entry(key, _REDUCTIONS[reduce], on_step, on_epoch, bar, logger)
+            found = self.entries[key] = Entry(key, REDUCTIONS[reduce], on_step, on_epoch, bar, logger)
             found.loader = loader
-        elif found.on_step != on_step or found.on_epoch != on_epoch or _REDUCTIONS.get(reduce) != found.reduce:
+        elif found.on_step != on_step or found.on_epoch != on_epoch or REDUCTIONS.get(reduce) != found.reduce:
             raise MisconfigurationException(
                 f"self.log({name!r}) was called with other on_step, on_epoch or reduce_fx before in this stage; give each its own name."
             )
         return found
+
+    def flags(self) -> list[tuple[Any, ...]]:
+        """Return the names and flags of what was logged, for `expect` of a rank that logs nothing itself."""
+        return [e.flags() for e in self.entries.values()]
+
+    def expect(self, flags: Iterable[tuple[Any, ...]]) -> None:
+        """Know the names that another rank logs."""
+        for one in flags:
+            self.entries.setdefault(one[0], Entry.of(one))
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
@@ -205,6 +135,19 @@ class Collector:
         values.update(self._compute_metrics(objects))
         return self._file(values, {**due, **objects})
 
+    def mark(self) -> dict[str, tuple[Any, ...]]:
+        """Return where all sums stand now, for `back_to`."""
+        return {
+            key: (e, None if e.total is None else e.total.clone(), e.weight, e.step, e.step_items, e.metric)
+            for key, e in self.entries.items()
+        }
+
+    def back_to(self, mark: dict[str, tuple[Any, ...]]) -> None:
+        """Forget what was logged since `mark`."""
+        self.entries = {key: values[0] for key, values in mark.items()}
+        for e, *values in mark.values():
+            e.total, e.weight, e.step, e.step_items, e.metric = values
+
     def reset(self) -> None:
         """Forget all sums; the next epoch starts from nothing."""
         for entry in self.entries.values():
@@ -215,7 +158,7 @@ class Collector:
         self._guests.clear()
         self.entries.clear()
 
-    def _file(self, values: dict[str, float], due: dict[str, _Entry]) -> Published:
+    def _file(self, values: dict[str, float], due: dict[str, Entry]) -> Published:
         """Sort values into what callbacks, loggers and the bar see; a name logged both ways is also found by its own name."""
         out = Published()
         for key, value in values.items():
@@ -229,7 +172,7 @@ class Collector:
                 out.bar[key] = value
         return out
 
-    def _compute_metrics(self, due: dict[str, _Entry]) -> dict[str, float]:
+    def _compute_metrics(self, due: dict[str, Entry]) -> dict[str, float]:
         """Compute metric objects on all ranks in one order, also on ranks that had no batch to log them in: `due` gets those too."""
         mine = {key: (e.path, e.flags()) for key, e in due.items()}
         every: dict[str, Any] = {}
@@ -239,10 +182,13 @@ class Collector:
         for key in sorted(every):
             path, flags = every[key]
             if key not in mine:
-                due[key] = _Entry.of(flags)
+                due[key] = Entry.of(flags)
                 due[key].metric = self._metric_at(key, path)
                 self._guests.append(due[key].metric)
-            values[key] = _one_number(key, due[key].metric.compute())
+            if self.records is not False:
+                values[key] = _one_number(key, due[key].metric.compute())
+        if every and self.records is not None:
+            values = next(found for found in self.dist.gather(values if self.records else None) if found is not None)
         return values
 
     def _metric_at(self, key: str, path: str | None) -> Any:
@@ -253,7 +199,7 @@ class Collector:
             )
         return self.find_metric(path)
 
-    def _across_ranks(self, rows: dict[str, tuple[str, torch.Tensor, float]], due: dict[str, _Entry]) -> dict[str, float]:
+    def _across_ranks(self, rows: dict[str, tuple[str, torch.Tensor, float]], due: dict[str, Entry]) -> dict[str, float]:
         """Reduce (kind, sum, weight) rows over the ranks; a name that only some ranks hold is reduced over those.
 
         `due` holds the entries of the rows, and gets those of names that only other ranks hold.
@@ -268,7 +214,7 @@ class Collector:
             return {key: _ratio(kinds[key], numbers[key], rows[key][2]) for key in rows}
         sums, extremes = [], []
         for key, kind in kinds.items():
-            mine = rows.get(key)
+            mine = None if self.records is False else rows.get(key)
             if kind in ("mean", "sum"):
                 sums += [numbers[key], mine[2]] if mine else [0.0, 0.0]
             else:
@@ -284,7 +230,7 @@ class Collector:
                 out[key] = next(peak) * (1.0 if kind == "max" else -1.0)
         return out
 
-    def _common_names(self, rows: Iterable[str], due: dict[str, _Entry]) -> dict[str, str]:
+    def _common_names(self, rows: Iterable[str], due: dict[str, Entry]) -> dict[str, str]:
         """Agree on names, their order and flags. One small header where all ranks hold the same; else they travel."""
         names = tuple(sorted((key, due[key].flags()) for key in rows))
         if self._signature[0] != names:
@@ -302,7 +248,7 @@ class Collector:
                     raise MisconfigurationException(
                         f"{key!r} was logged with reduce_fx={first!r} on one rank and {kind!r} on another."
                     )
-        due.update({key: _Entry.of(flags) for key, flags in every.items()})
+        due.update({key: Entry.of(flags) for key, flags in every.items()})
         return {key: due[key].reduce for key in sorted(every)}
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -323,7 +269,7 @@ class Collector:
         """Take back what `state_dict` returned; sums go to `device`, where the values will be."""
         self.entries.clear()
         for key, s in state.items():
-            e = self.entries[key] = _Entry(key, s["reduce"], s["on_step"], True, s["bar"], s["logger"])
+            e = self.entries[key] = Entry(key, s["reduce"], s["on_step"], True, s["bar"], s["logger"])
             e.weight = s["weight"]
             e.total = None if s["total"] is None else s["total"].to(device)
             e.path = s["path"]
@@ -360,23 +306,3 @@ def _to_host(tensors: list[torch.Tensor]) -> list[float]:
         for i, value in zip(indices, values, strict=True):
             out[i] = value
     return out
-
-
-def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the epoch sums of several ranks into one, for a resume with another number of ranks."""
-    merged: dict[str, Any] = {}
-    for state in states:
-        for key, part in state.items():
-            whole = merged.get(key)
-            if whole is None or whole["total"] is None or part["total"] is None:
-                merged[key] = part if whole is None or whole["total"] is None else whole
-                if whole is not None:
-                    merged[key] = {**merged[key], "objects": whole["objects"] + part["objects"]}
-                continue
-            join = {"min": torch.minimum, "max": torch.maximum}.get(part["reduce"], torch.add)
-            merged[key] = {
-                **whole,
-                "total": join(whole["total"], part["total"]),
-                "weight": whole["weight"] + part["weight"],
-            }
-    return merged

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,68 +11,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from trainer.checkpoint import io, state
+from trainer.checkpoint import files, foreign, state
 from trainer.checkpoint.keys import strip_prefixes
 from trainer.errors import MisconfigurationException
-from trainer.hparams import HyperparametersMixin
+from trainer.hparams import HyperparametersMixin, accepted_arguments, read_hparams
+from trainer.module_hooks import ModuleHooks
 
 __all__ = ["TrainModule"]
-
-
-class ModuleHooks:
-    """The hooks of a module. All are optional; the order is on the page docs/loop.md."""
-
-    # fmt: off
-    def prepare_data(self) -> None: """Download and write files: called on one process of each node; set no state here."""
-    def setup(self, stage: str) -> None: """On every rank before loaders and optimizers are made; `stage` is "fit", "validate", ..."""
-    def teardown(self, stage: str) -> None: """The last hook of a run."""
-    def on_fit_start(self) -> None: """The module is on its device and optimizers exist."""
-    def on_fit_end(self) -> None: """Training is over."""
-    def on_train_start(self) -> None: """Before the first epoch."""
-    def on_train_end(self) -> None: """After the last epoch."""
-    def on_train_epoch_start(self) -> None: """Before the first batch of an epoch."""
-    def on_train_epoch_end(self) -> None: """After an epoch and its validation."""
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None: """Before a batch; return -1 to skip the rest of the epoch."""
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: """After a batch."""
-    def on_validation_start(self) -> None: """Before validation."""
-    def on_validation_end(self) -> None: """After validation; its numbers are published."""
-    def on_validation_epoch_start(self) -> None: """Before the first validation batch."""
-    def on_validation_epoch_end(self) -> None: """After the last validation batch; the last place to log."""
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """Before a validation batch."""
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """After it."""
-    def on_validation_model_eval(self) -> None: """Put the module into eval mode (default: `self.eval()`)."""; self.eval()  # type: ignore[attr-defined]
-    def on_validation_model_train(self) -> None: """Validation is over; the mode of every sub-module was put back already."""
-    def on_validation_model_zero_grad(self) -> None: """Before validation inside a fit: frees the gradients' memory."""; self.zero_grad()  # type: ignore[attr-defined]
-    def on_test_start(self) -> None: """Before testing."""
-    def on_test_end(self) -> None: """After testing."""
-    def on_test_epoch_start(self) -> None: """Before the first test batch."""
-    def on_test_epoch_end(self) -> None: """After the last test batch."""
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """Before a test batch."""
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """After it."""
-    def on_test_model_eval(self) -> None: """Put the module into eval mode (default: `self.eval()`)."""; self.eval()  # type: ignore[attr-defined]
-    def on_test_model_train(self) -> None: """Testing is over; modes were put back already."""
-    def on_predict_start(self) -> None: """Before prediction."""
-    def on_predict_end(self) -> None: """After prediction."""
-    def on_predict_epoch_start(self) -> None: """Before the first prediction batch."""
-    def on_predict_epoch_end(self) -> None: """After the last prediction batch."""
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """Before a prediction batch."""
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: """After it."""
-    def on_predict_model_eval(self) -> None: """Put the module into eval mode (default: `self.eval()`)."""; self.eval()  # type: ignore[attr-defined]
-    def on_predict_model_train(self) -> None: """Prediction is over; modes were put back already."""
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any: """Change a batch before it goes to the device."""; return batch
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any: """Change a batch on the device."""; return batch
-    def on_before_zero_grad(self, optimizer: Any) -> None: """Before gradients are set to None."""
-    def on_before_backward(self, loss: torch.Tensor) -> None: """Before backward; the loss is already weighted."""
-    def on_after_backward(self) -> None: """After every backward; gradients may be scaled (16-mixed)."""
-    def on_before_optimizer_step(self, optimizer: Any) -> None: """Gradients are complete and unscaled, not yet clipped."""
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: """Add to the table that is about to be written."""
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: """Read from a table that was just loaded."""
-    def on_exception(self, exception: BaseException) -> None: """A run is about to end with `exception`."""
-    # fmt: on
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch; override for batches that are not made of tensors and containers."""
-        return move_to(batch, device)
 
 
 class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
@@ -88,10 +32,10 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
     automatic_optimization: bool = True
     strict_loading: bool = True
     example_input_array: Any = None
-    _not_transferred = ("_trainer",)
+    _not_transferred = ("_trainer", "_compiled_call_impl")  # the latter is what module.compile() made
     __jit_unused_properties__ = [  # torch.jit's tracer reads every other attribute  # noqa: RUF012
         "trainer", "device", "dtype", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers", "hparams",
-        "hparams_initial",
+        "hparams_initial", "device_mesh",
     ]  # fmt: skip
 
     # -- what the user writes ------------------------------------------------------------------------------------------
@@ -193,6 +137,14 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
     @trainer.setter
     def trainer(self, trainer: Any) -> None:
         self.__dict__["_trainer"] = trainer
+
+    @property
+    def device_mesh(self) -> Any:
+        """torch's DeviceMesh in a run with ModelParallelStrategy, for `parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)`.
+
+        None under other strategies, and outside of the processes of a run: there is nothing to cut then.
+        """
+        return None if self._trainer is None else self._trainer.strategy.device_mesh
 
     def log(
         self,
@@ -377,8 +329,10 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
             CheckpointError: when the file is missing, damaged or unsafe.
             RuntimeError: when keys do not match and `strict` holds.
         """
-        table = io.load(checkpoint_path, map_location=map_location, weights_only=weights_only)
+        table = foreign.adopt(files.load(checkpoint_path, map_location=map_location, weights_only=weights_only))
+        state.check_format(table, checkpoint_path)
         saved = read_hparams(hparams_file) if hparams_file is not None else table.get(state.HPARAMS, {})
+        saved = foreign.named_hparams(table, saved, inspect.signature(cls.__init__).parameters)
         module = cls(**{**accepted_arguments(cls, saved), **overrides})
         module.on_load_checkpoint(table)
         module.configure_model()
@@ -393,62 +347,3 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
 
 def _no_groups(call: str) -> MisconfigurationException:
     return MisconfigurationException(f"{call}: values cross all ranks of a run, there are no groups of them; leave it out.")
-
-
-def move_to(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors (and other objects with a `to` method) on `device`; pinned memory copies in the background."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    return tree_map_only(object, lambda x: x.to(device, non_blocking=True) if _movable(x) else x, batch)
-
-
-def _movable(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) or (hasattr(x, "to") and callable(x.to) and not isinstance(x, torch.nn.Module))
-
-
-def accepted_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `values` that `cls.__init__` takes."""
-    if cls.__init__ in (object.__init__, torch.nn.Module.__init__):  # their signature says **kwargs, which they refuse
-        return {}
-    parameters = inspect.signature(cls.__init__).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return dict(values)
-    return {name: value for name, value in values.items() if name in parameters}
-
-
-def read_hparams(path: str | Path) -> dict[str, Any]:
-    """Read `name: value` lines, as `hparams.yaml` of a run holds them.
-
-    Raises:
-        MisconfigurationException: when the file holds something else, or nested lines while PyYAML is not installed.
-    """
-    text = Path(path).read_text()
-    try:
-        import yaml  # optional: only nested files need it
-    except ImportError:
-        found = _read_lines(path, text)
-    else:
-        found = yaml.safe_load(text) or {}
-    if not isinstance(found, dict):
-        raise MisconfigurationException(f"{path} does not hold `name: value` lines.")
-    return found
-
-
-def _read_lines(path: str | Path, text: str) -> dict[str, Any]:
-    """Read what CSVLogger and TensorBoardLogger write, except for nested values."""
-    found = {}
-    for line in text.splitlines():
-        name, colon, value = line.partition(":")
-        if not line.strip() or line.startswith("#"):
-            continue
-        if not colon or not value.strip() or line[0] in " -":
-            raise MisconfigurationException(f"{path} is more than `name: value` lines; reading it needs PyYAML: pip install pyyaml")
-        value = {".nan": "NaN", ".inf": "Infinity", "-.inf": "-Infinity"}.get(value.strip(), value)
-        try:
-            found[name.strip(' "')] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name.strip(' "')] = value.strip()
-    return found
-
-
-MODULE_HOOKS = frozenset(n for n in vars(ModuleHooks) if not n.startswith("_"))

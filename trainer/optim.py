@@ -150,7 +150,7 @@ def grads_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def scale_grads(optimizer: Optimizer, factor: float | torch.Tensor) -> None:
     """Multiply the gradients of `optimizer` in place, on whichever devices they are."""
-    grads = grads_of(optimizer)
+    grads = [g if type(g) is torch.Tensor else g.to_local() for g in grads_of(optimizer)]  # torch's lists are all cut tensors, or none
     if not isinstance(factor, torch.Tensor):
         torch._foreach_mul_(grads, factor)
         return

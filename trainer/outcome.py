@@ -46,9 +46,16 @@ def _load_weights(trainer: Any, module: torch.nn.Module, weights: dict[str, torc
         module.trainer = trainer  # it may ask for it, as it could in the ranks
         try:
             module.configure_model()  # the layers that the ranks made in it
+        except (AttributeError, TypeError):  # it made them, and took the ranks' mesh, None here, to cut them
+            pass
         finally:
             module.__dict__.pop("_trainer", None)
         own = module.state_dict(keep_vars=True)
+        if lacking := weights.keys() - own.keys():
+            trainer.warn(
+                f"configure_model made no {', '.join(sorted(lacking)[:5])} in the calling process, where there is no mesh, so these trained "
+                "weights are not in the module. Make layers first and cut them afterwards, or load a checkpoint."
+            )
     with torch.no_grad():
         for key, tensor in weights.items():
             mine = own.get(key)

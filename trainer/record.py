@@ -10,7 +10,7 @@ import torch
 from trainer.errors import MisconfigurationException
 from trainer.metrics import batch_size_of, is_metric
 
-__all__ = ["Recorder"]
+__all__ = ["Kept", "Recorder"]
 
 _BATCHLESS = {
     "on_train_start", "on_train_epoch_start", "on_train_epoch_end",
@@ -127,6 +127,8 @@ class Recorder:
         """Remember a metric object: it is computed and reset when the epoch is published."""
         if entry.on_epoch and entry.metric is None:
             entry.metric = metric
+            if self.run.records is not None:
+                self.run.strategy.adopt(metric)
             entry.path = attribute or next((path for path, m in module.named_modules() if m is metric), None)
         latest = getattr(metric, "_forward_cache", None)  # torchmetrics keeps the value of the last batch here
         if not entry.on_step:
@@ -139,6 +141,24 @@ class Recorder:
                 f"self.log({entry.name!r}) was given a {type(metric).__name__} that has no value for this batch. Call it (metric(...)) in place "
                 "of update(...), or log it with on_step=False, on_epoch=True."
             )
+
+
+class Kept:
+    """Stands in for the recorder while compiled code runs, whose graph hands out what was logged; the recorder gets it afterwards."""
+
+    held = ()
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def add(self, module: torch.nn.Module, name: str, value: Any, *rest: Any) -> None:
+        """Keep one call of `Recorder.add`. A tensor is copied now: the step may change it in place afterwards."""
+        self.calls.append((module, name, _scalar(name, value) if isinstance(value, torch.Tensor) else value, *rest))
+
+    def take(self) -> list[Any]:
+        """Return the calls, and begin anew."""
+        calls, self.calls = self.calls, []
+        return calls
 
 
 def misplaced(name: str, hook: str) -> MisconfigurationException:

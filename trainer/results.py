@@ -25,6 +25,7 @@ class Results:
     sums: list[dict[str, Any]] = field(default_factory=list)
     fn: str | None = None
     status: str = "initializing"
+    received_sigterm: bool = False
     ckpt_path: str | None = None
     continues: bool = False
 

@@ -5,36 +5,44 @@ The loops read and advance it; hooks only leave wishes here (`should_stop`, `req
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from trainer.config import Settings, apply_global_switches
+from trainer.activation import checkpointed
+from trainer.compiling import compiled
 from trainer.datamodule import DataModule
 from trainer.dist import Dist
+from trainer.errors import SIGTERMException
 from trainer.hooks import HookTable, overrides
+from trainer.leaving import Leaving
 from trainer.loaders import Loaders
 from trainer.metrics import Collector, Published
 from trainer.module import TrainModule
 from trainer.optim import LRSchedulerConfig, StepOptimizer
 from trainer.progress import Progress
 from trainer.record import Recorder
+from trainer.restarts import Restarts
 from trainer.saving import Saving
-from trainer.seed import derive, seed_everything, seed_rngs
+from trainer.seed import derive, rng_state, seed_everything, seed_rngs, set_rng_state
+from trainer.settings import Settings, apply_global_switches
+from trainer.signals import SIGNALS, STOP, Notice
 from trainer.stall import Watch
 from trainer.stepping import Stepping
 from trainer.strategies.batchnorm import synced_batchnorm
 from trainer.world import World
+from trainer.writing import LOST
 
 __all__ = ["Run"]
 
 
-class Run(Saving, Stepping):
+class Run(Leaving, Restarts, Saving, Stepping):
     """The live state of one run. `open` makes it ready, `close` gives everything back."""
 
     def __init__(self, trainer: Any, world: World, job: Any) -> None:
@@ -47,6 +55,8 @@ class Run(Saving, Stepping):
         self.callbacks = list(trainer.callbacks)
         self.strategy, self.precision = trainer.strategy, trainer.precision_plugin
         self.device = self.strategy.device(self.settings.devices, world.local_rank)
+        self.place, self.stream = self.strategy.data_place(world), self.strategy.stream(world)
+        self.records = self.strategy.records(world) if self.place[1] < world.world_size else None  # None: every rank's numbers count
         self.dist = Dist(world, self.device.type, self.settings.timeout)
         self.progress: Progress = trainer.results.progress
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -68,26 +78,40 @@ class Run(Saving, Stepping):
         self.first_step = True
         self.skip_epoch = False
         self.last_group = False
+        self.rewrap = False  # a hook has changed which parameters are trained
+        self.evaluated: Any = None  # the pass over the data of the last validation, test or prediction
+        self.guard: Any = None  # judges each step, where `bad_loss` or `recover_oom` ask for it
+        self.split = 1  # into how many parts a batch is cut, since memory ran out
         self.sanity_checked = False
         self.known_names: set[str] = set()
         self.started = time.monotonic()
         self.recorder: Recorder | None = None
         self.watch: Watch | None = None
+        self.notice = Notice(SIGTERMException)
+        self.whole_validation = self.place[1] < world.world_size  # ranks need each other in it, so it is not cut short
         self._told: set[str] = set()
         self._undo: list[Callable[[], None]] = []
+        self._finished = False
 
     # -- opening and closing -------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Join the other ranks and bring module, loaders, optimizers and callbacks to where the loop can begin. Collective."""
+        accelerator = self.settings.devices.accelerator
+        accelerator.setup_device(self.device)
+        self._undo.append(accelerator.teardown)
         self.dist.open()
-        self._undo.append(self.dist.close)
+        self._undo.append(self._leave_group)
+        if self.fn == "fit":
+            self.notice.install()  # whoever waits for ranks that do not come is still ended by SIGTERM
         if self.settings.timeout is not None and (line := self.dist.line("stall")) is not None:
             self.watch = Watch(self, line, echo=self.trainer._launcher is not None)
             self._undo.append(self.watch.close)
         self._undo.append(apply_global_switches(self.settings))
         self._settle_seed()
         self._attach()
+        self._undo.append(self.strategy.connect(self.module, self.dist))
+        self.look_back()
         with self.dist.first_on_node() if self._prepares() else nullcontext(False) as first:
             if first:
                 for owner in (self.datamodule, self.module):
@@ -105,9 +129,14 @@ class Run(Saving, Stepping):
         table = self.load_table()
         self.strategy.setup(self.module, self.device, self.dist)
         self._undo.append(self.strategy.teardown)
+        if self.settings.activation_checkpointing is not None:  # inside of FSDP's hooks, and of what is compiled
+            self._undo.append(checkpointed(self.module, self.settings.activation_checkpointing))
+        if self.settings.compile is not None:
+            self._undo.append(compiled(self))
         if self.fn == "fit":
             self.make_optimizers()
             self.restore(table)
+            self.note_start()
             self.hooks.call("on_fit_start")
             self._log_hyperparameters()
             if self.progress.epoch_ended:
@@ -119,14 +148,17 @@ class Run(Saving, Stepping):
         self.seed = self.dist.broadcast(torch.initial_seed() % 2**32 if given is None else given)
         if given is not None:
             self.reseed(given)
-        elif self.world.rank > 0:
-            seed_rngs(derive(self.seed, "rank", self.world.rank))
+        elif self.stream > 0:
+            seed_rngs(derive(self.seed, "rank", self.stream))
+        if given is None and self.records is not None:  # others may share rank 0's stream, which the user's program began
+            first = self.dist.broadcast(rng_state(devices=False))
+            if self.stream == 0:
+                set_rng_state(first)
 
     def reseed(self, seed: int) -> None:
-        """Seed the run: rank 0 as `seed_everything(seed)` does, every other rank from a stream derived from it."""
+        """Seed the run: rank 0 as `seed_everything(seed)` does, every other stream from a seed derived from it."""
         self.seed = seed
-        rank = self.world.rank
-        seed_everything(seed if rank == 0 else derive(seed, "rank", rank), verbose=False)
+        seed_everything(seed if self.stream == 0 else derive(seed, "rank", self.stream), verbose=False)
         if hasattr(self, "loaders"):
             self.loaders.reseed(seed)
 
@@ -143,15 +175,19 @@ class Run(Saving, Stepping):
         kept += [*self.trainer.loggers, *extra]
         self.callbacks = sorted(kept, key=lambda c: hasattr(c, "best_model_path"))  # checkpoints last: they see what others did
         self.hooks = HookTable(self.trainer, self.callbacks, module, self.datamodule)
-        self.collector = Collector(self.dist, module.get_submodule)
+        self.collector = self.new_collector()
         self.recorder = Recorder(self)
         self.loaders = Loaders(
-            module, self.datamodule, self.job.loaders, self.settings.limits, self.dist, self.strategy.data_place(self.world), self.seed,
+            module, self.datamodule, self.job.loaders, self.settings.limits, self.dist, self.place, self.seed,
             self.settings.use_distributed_sampler, bool(self.settings.overfit_batches), self.settings.uneven == "join",
         )  # fmt: skip
         self.loaders.draining = self._tell_draining
         self._undo.append(self.loaders.close)
         self.transfers = self._transfer_hooks()
+
+    def new_collector(self) -> Collector:
+        """Return an empty collector for one stage."""
+        return Collector(self.dist, self.module.get_submodule, self.records)
 
     def tell_once(self, message: str) -> None:
         """Warn on rank 0, once a run."""
@@ -179,27 +215,45 @@ class Run(Saving, Stepping):
 
     def close(self, status: str) -> None:
         """Run the teardown hooks and undo what `open` did, in reverse order, whatever happened in between."""
-        undo = list(self._undo)
-        if status == "finished":
-            undo.insert(1, self.dist.farewell)
-            undo.append(self.strategy.finish)
-        if self.world.is_global_zero:
-            undo += [partial(logger.finalize, "success" if status == "finished" else status) for logger in self.trainer.loggers]
-        if hasattr(self, "hooks"):
-            undo.append(lambda: self.hooks.call("teardown", stage=self.fn))
-            if self.datamodule is not None:
-                undo.append(lambda: self.datamodule.teardown(stage=self.fn))
+        self._finished, self._together = status == "finished", False
         failure: BaseException | None = None
-        for action in reversed(undo):
+        for action in (*self._farewells(status), *reversed(self._undo)):
             try:
                 action()
             except BaseException as error:  # the rest must still be undone
                 failure = failure or error
         self._undo.clear()
         if failure is not None:
-            if status == "finished":
+            if self._finished:
                 raise failure
             warnings.warn(f"Cleaning up failed as well: {failure!r}", stacklevel=2)  # the error of the run comes first
+
+    def _farewells(self, status: str) -> Iterator[Callable[[], None]]:
+        """What is done ahead of undoing `open`: the hooks of the end, the loggers' files, and weights that come together."""
+        if hasattr(self, "hooks"):
+            if self.datamodule is not None:
+                yield partial(self.datamodule.teardown, stage=self.fn)
+            yield partial(self.hooks.call, "teardown", stage=self.fn)
+        if self.world.is_global_zero:
+            for logger in reversed(self.trainer.loggers):
+                yield partial(logger.finalize, "success" if self._finished else status)
+        if self._finished:
+            yield self._bring_together
+
+    def _bring_together(self) -> None:
+        self.strategy.finish()
+        self._together = True
+
+    def _leave_group(self) -> None:
+        """Leave the other ranks; a run that went well waits for them first.
+
+        Not where `finish` failed: others may still wait in it, and learn by the broken connection that this rank is gone.
+        """
+        try:
+            if self._together:
+                self.dist.farewell()
+        finally:
+            self.dist.close()
 
     # -- the boundary between two steps --------------------------------------------------------------------------------
 
@@ -207,16 +261,21 @@ class Run(Saving, Stepping):
         """Fulfil the wishes that hooks left, and agree with the other ranks on whether to stop. Collective."""
         if self.settings.max_time is not None:
             self.should_stop |= time.monotonic() - self.started >= self.settings.max_time.total_seconds()
-        stop = self.dist.agree(self.should_stop)
+        lost = LOST if self.background is not None and self.background.failed else 0
+        wishes = self.dist.union(self.should_stop | self.notice.bits | lost)
         self.whole = True
+        if wishes & LOST:
+            self.finish_saves()  # it raises what the writing ended with
         if self.requests:
             self.publish_step()
             asked, self.requests = self.requests, []
             for fulfil in asked:
                 fulfil(self.trainer)
-        self.done = self.limit_reached() is not None or (stop and self.may_stop())
+        self.done = self.limit_reached() is not None or (wishes & STOP != 0 and self.may_stop())
         if self.done and self.settings.log_every_n_steps:
             self.publish_step()  # the last step of a fit is never lost
+        if wishes & SIGNALS:
+            self.heed(wishes & SIGNALS)
 
     def limit_reached(self) -> str | None:
         """Return which limit forbids another step ("max_steps" or "max_epochs"), or None."""
@@ -239,11 +298,28 @@ class Run(Saving, Stepping):
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
+    def publishes(self) -> bool:
+        """True when the step at hand is to be published: each `log_every_n_steps`-th, and the last of an epoch or of the fit."""
+        n, step = self.settings.log_every_n_steps, self.step_id
+        return bool(n) and (step % n == 0 or self.last_group or step == self.settings.max_steps)
+
     def publish_step(self) -> None:
         """Publish the numbers of the step just taken, once. Collective."""
         if self.published_step != self.step_id:
-            self.published_step = self.step_id
-            self.spread(self.collector.publish_step(self.step_id), "train")
+            before, self.published_step = self.published_step, self.step_id
+            published = self.collector.publish_step(self.step_id)
+            self.spread(published, "train")
+            self._tell_of_nan(published.callback, before)
+
+    def _tell_of_nan(self, numbers: dict[str, float], before: int) -> None:
+        """Say once that a number of training went bad: it costs nothing here, as the numbers are on the host."""
+        bad = [name for name, value in numbers.items() if not math.isfinite(value)]
+        if bad and "nan" not in self._told:
+            self._told.add("nan")
+            self.trainer.warn(
+                f"{bad[0]!r} is {numbers[bad[0]]} in step {self.step_id}; the numbers before that were published are of step {before}. "
+                "Trainer(bad_loss='raise') names the first batch with a bad loss, detect_anomaly=True the operation with a bad gradient."
+            )
 
     def spread(self, published: Published, stage: str) -> None:
         """Hand published numbers to monitors, the progress bar and the loggers."""

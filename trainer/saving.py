@@ -5,15 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from trainer.checkpoint import state
-from trainer.errors import CheckpointError
-from trainer.metrics import is_metric, merge_states
+from trainer.checkpoint import foreign, state
+from trainer.entries import merge_states
+from trainer.metric_objects import is_metric
 from trainer.seed import derive, rng_state, seed_rngs, set_rng_state
+from trainer.writing import Writing
 
 __all__ = ["Saving"]
 
 
-class Saving:
+class Saving(Writing):
     """The part of `Run` that knows checkpoints."""
 
     last_ranks: list[dict[str, Any]] | None = None  # the ranks' own states when the fit ended; set once it has
@@ -24,6 +25,7 @@ class Saving:
         if path is None:
             return None
         table = self.trainer.checkpoint_io.load_checkpoint(path, weights_only=self.job.weights_only)
+        table = foreign.adopt(table)
         state.check_format(table, path)
         self.module.on_load_checkpoint(table)
         if self.fn == "fit":
@@ -36,7 +38,9 @@ class Saving:
         if self.fn == "fit":
             for callback in self.callbacks:
                 callback.on_load_checkpoint(self.trainer, self.module, table)
-            state.restore_callbacks(self.callbacks, table)
+            unknown = state.restore_callbacks(self.callbacks, table)
+            if unknown and foreign.is_lightning(table):
+                self.trainer.warn(f"The checkpoint holds states of callbacks that this trainer does not have, which are left out: {', '.join(unknown)}.")
         return table
 
     def restore(self, table: dict[str, Any] | None) -> None:
@@ -49,6 +53,7 @@ class Saving:
         self.progress.load_state_dict(state.progress_of(table).state_dict())
         self.trainer.results.restore_metrics(table.get("metrics") or {}, table.get("metric_steps") or {})
         self.position = table.get("data")
+        self.split = table.get("split", 1)
         if table.get("seed") is not None:
             if self.settings.seed not in (None, table["seed"]):
                 self.trainer.warn(
@@ -60,25 +65,33 @@ class Saving:
         self._place_rank_states(table.get("ranks") or [])
 
     def _place_rank_states(self, ranks: list[dict[str, Any]]) -> None:
-        """Take this rank's random state and epoch sums; with another number of ranks, sums go to rank 0, streams are derived."""
-        rank, size = self.world.rank, self.world.world_size
-        if len(ranks) == size:
-            mine = ranks[rank]
-            self.saved_rng, self.position = mine["rng"], mine["data"]
+        """Take the random state, epoch sums and position of this rank, or of its share of the data.
+
+        With another number of shares the first takes the sums of all, and the other streams are derived.
+        """
+        shares = [state for state in ranks if state.get("records") is not False]
+        rank, (share, count), same = self.world.rank, self.place, len(ranks) == self.world.world_size
+        if len(shares) == count:
+            own = same and ranks[rank].get("records") == self.records
+            mine = ranks[rank] if own else shares[share]
+            self.position, self.saved_sums = mine["data"], mine["metrics"]
             if mine.get("strategy") is not None:
                 self.strategy.load_rank_state(mine["strategy"], self.optimizers)
-        elif ranks:
-            if rank == 0:
-                self.saved_rng = ranks[0]["rng"]
-            else:
-                seed_rngs(derive(self.seed, "rank", rank, "step", self.progress.step))
-        self._place_sums([r["metrics"] for r in ranks])
+            if own or self.stream == share:
+                self.saved_rng = mine["rng"]
+                return
+        elif shares and share == 0:
+            self.saved_sums = merge_states([state["metrics"] for state in shares])
+        if shares and self.stream == 0:
+            self.saved_rng = shares[0]["rng"]
+        elif shares:
+            seed_rngs(derive(self.seed, "rank", self.stream, "step", self.progress.step))
 
     def _place_sums(self, by_rank: list[dict[str, Any]]) -> None:
-        """Take this rank's epoch sums; with another number of ranks rank 0 takes all."""
+        """Take this rank's epoch sums; with another number of ranks the first share of the data takes all."""
         if len(by_rank) == self.world.world_size:
             self.saved_sums = by_rank[self.world.rank]
-        elif by_rank and self.world.rank == 0:
+        elif by_rank and self.place[0] == 0:
             self.saved_sums = merge_states(by_rank)
 
     def leave(self) -> None:
@@ -97,8 +110,10 @@ class Saving:
         """Return the table of a checkpoint of this moment. Collective."""
         self.strategy.sync_buffers()
         ranks = [] if weights_only else self.dist.gather(self._rank_state())
-        states = [] if weights_only else [self.strategy.optimizer_state(o) for o in self.optimizers]
-        return self._table(self.strategy.module_state(), states, ranks, weights_only)
+        s = self.strategy
+        module_state, optimizer_state = (s.module_parts, s.optimizer_parts) if s.sharded else (s.module_state, s.optimizer_state)
+        states = [] if weights_only else [optimizer_state(o) for o in self.optimizers]
+        return self._table(module_state(), states, ranks, weights_only)
 
     def final_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
         """Return the table of a fit that is over and closed. It needs no other rank."""
@@ -126,6 +141,8 @@ class Saving:
             seed=self.seed,
             weights_only=weights_only,
         )
+        if self.split > 1:
+            table["split"] = self.split
         if not weights_only:
             table["metrics"] = {name: float(v) for name, v in self.trainer.results.callback_metrics.items()}
             table["metric_steps"] = dict(self.trainer.results.metric_steps)
@@ -144,30 +161,7 @@ class Saving:
         rng = rng_state() if self.saved_rng is None else self.saved_rng
         sums = self.collector.state_dict() if self.saved_sums is None else self.saved_sums
         state = {"rng": rng, "metrics": sums, "data": self.position}
+        if self.records is not None:
+            state["records"] = self.records
         own = self.strategy.rank_state(self.optimizers)
         return state if own is None else {**state, "strategy": own}
-
-    def save_checkpoint(self, path: Any, weights_only: bool = False) -> None:
-        """Write a checkpoint now where the state is whole, else at the coming boundary. Collective.
-
-        Between the first batch of a step and the boundary after it, hooks, validation and epoch numbers are still to come, of
-        which a resume could not know. A run that is failing reaches no boundary: alone it saves what there is.
-
-        Raises:
-            CheckpointError: on every rank, when rank 0 could not write; on a rank of several that is failing.
-        """
-        if self.failing and not self.dist.alone:
-            raise CheckpointError(f"Could not save the checkpoint to {path}: the run is failing, and a save needs all ranks.")
-        if not self.whole and not self.failing:
-            self.requests.append(lambda trainer: self.save_checkpoint(path, weights_only))
-            return
-        table = self.checkpoint(weights_only)
-        problem = None
-        if self.world.is_global_zero:
-            try:
-                self.trainer.checkpoint_io.save_checkpoint(state.finish(table), path)
-            except CheckpointError as error:
-                problem = error
-        problem = self.dist.broadcast(problem)
-        if problem is not None:
-            raise problem

@@ -27,7 +27,7 @@ _LOOK_S = 0.5  # how often a rank looks whether it is asked
 _ANSWER_S = 1.5  # how long the one who asks waits for answers
 _LEAVE_S = 3.0  # how long a rank that was asked may go on; with the two above less than the 5 s that a stall may take to end
 _PLACES = {
-    ("trainer.saving", "save_checkpoint"): "saving",
+    ("trainer.writing", "write_checkpoint"): "saving",
     ("trainer.saving", "checkpoint"): "saving",
     ("trainer.saving", "load_table"): "loading a checkpoint",
     ("trainer.dist", "farewell"): "leaving the run",

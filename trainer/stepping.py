@@ -31,7 +31,11 @@ class Stepping:
         if not self.optimizers:
             warnings.warn("configure_optimizers returned None: the weights will not change.", stacklevel=2)
         self.step_optimizers = [StepOptimizer(o, self.take_step) for o in self.optimizers]
+        for callback in self.callbacks:
+            if hasattr(callback, "regroup"):  # finetuning that goes on: parameter groups as they were when it was saved
+                callback.regroup(self.trainer, self.module)
         self.strategy.check_optimizers(self.optimizers)
+        self.strategy.late_sync = self.settings.recover_oom
         self.strategy.wrap(training=True)
         self.choose_path()
 
@@ -52,6 +56,16 @@ class Stepping:
                 "gradient_clip_val works in automatic optimization only; in manual optimization call self.clip_gradients(optimizer, "
                 "gradient_clip_val=...) before optimizer.step()."
             )
+        self.guarded = self.settings.bad_loss is not None or self.settings.recover_oom
+        if self.guarded and (self.manual or self.by_closure):
+            raise MisconfigurationException(
+                "bad_loss and recover_oom watch the steps that the trainer takes. With manual optimization, LBFGS or an optimizer_step of your "
+                "own, look at the loss yourself, and leave them out."
+            )
+        if self.strategy.pipeline is not None:
+            self._check_staged()
+        waits = self.strategy.waits_inside or self.settings.sync_batchnorm
+        self.takes_none = self.dist.alone or (self.settings.bad_loss is not None and not waits)
         self.custom_backward = overrides(module, TrainModule, "backward")
         self.custom_zero_grad = overrides(module, TrainModule, "optimizer_zero_grad")
         self.custom_clip = overrides(module, TrainModule, "configure_gradient_clipping")
@@ -67,6 +81,21 @@ class Stepping:
             for optimizer in self.optimizers:
                 handle = optimizer.register_step_post_hook(self._note_step)
                 self._undo.append(handle.remove)
+
+    def _check_staged(self) -> None:
+        """Refuse what cannot be where forward and backward of a batch happen together, in parts, on several ranks."""
+        found = {
+            "manual optimization": self.manual,
+            "a backward of your own": overrides(self.module, TrainModule, "backward"),
+            "on_before_backward (use on_after_backward)": self.hooks.used("on_before_backward"),
+            "bad_loss": self.settings.bad_loss is not None,
+            "recover_oom": self.settings.recover_oom,
+        }
+        if any(found.values()):
+            raise MisconfigurationException(
+                f"pipeline_parallel_size > 1 does not go with {', '.join(name for name, used in found.items() if used)}: backward of one part of "
+                "a batch runs before forward of the next, on several ranks. Leave it out, or use strategy='ddp' or 'fsdp'."
+            )
 
     def _note_step(self, *_: Any) -> None:
         self.stepped = True

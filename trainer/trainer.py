@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import glob
 import os
-import warnings
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from trainer import config, launchers, outcome
-from trainer.checkpoint import find, io, state
-from trainer.config import Settings
+from trainer.arguments import at_least, known_arguments
+from trainer.calls import Calls
+from trainer.checkpoint import find
 from trainer.datamodule import DataModule
 from trainer.defaults import make_callbacks, make_loggers
-from trainer.devices import resolve as resolve_devices
-from trainer.errors import MisconfigurationException
-from trainer.face import Face
+from trainer.errors import MisconfigurationException, SIGTERMException
 from trainer.job import Job, Task
+from trainer.launchers import restarted
+from trainer.leaving import ask_to_requeue
 from trainer.loops import evaluate, fit, predict
 from trainer.loops.precheck import check_job
 from trainer.module import TrainModule
 from trainer.precision import Precision
-from trainer.record import misplaced
 from trainer.results import Results
 from trainer.run import Run
+from trainer.settings import make_settings
+from trainer.signals import USR1
 from trainer.strategies import Strategy
 from trainer.world import World
 
@@ -34,16 +33,17 @@ __all__ = ["Trainer"]
 _LOOPS = {"fit": fit.fit, "validate": evaluate.evaluate, "test": evaluate.evaluate, "predict": predict.predict}
 
 
-class Trainer(Face):
+class Trainer(Calls):
     """Trains, validates, tests and predicts with a TrainModule, on the devices and with the strategy that its arguments name.
 
     All arguments are keyword-only, checked here, and mean what they mean in PyTorch Lightning 2.x unless said otherwise.
 
     Args:
-        accelerator: "auto", "cpu", "gpu"/"cuda" or "mps".
-        devices: "auto", a number, a list of indices, "0,1", or -1 for all. On the CPU the number of processes.
+        accelerator: "auto", "cpu", "gpu"/"cuda", "mps", the name of a plug-in or an Accelerator object.
+        devices: "auto" (on cuda all that nobody else uses, and a line that says which), a number (idle ones first), a list of indices,
+            "0,1", or -1 for all. On the CPU the number of processes.
         num_nodes: machines; for more than one start the program with torchrun or srun on each.
-        strategy: "auto", "ddp", "ddp_find_unused_parameters_true", ..., or a Strategy object.
+        strategy: "auto", "ddp", "ddp_find_unused_parameters_true", ..., the name of a plug-in or a Strategy object.
         precision: "32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true", "64-true"; also 16, 32, 64, "bf16".
         max_epochs, min_epochs, max_steps, min_steps: limits; -1 for none. Steps are optimizer steps. Without any, 1000 epochs.
         max_time: a timedelta, a dict of its arguments, or "DD:HH:MM:SS"; training stops at the next boundary.
@@ -56,8 +56,8 @@ class Trainer(Face):
         log_every_n_steps: publish step numbers every so many optimizer steps; 0 for never.
         accumulate_grad_batches: batches of one optimizer step.
         gradient_clip_val, gradient_clip_algorithm: clip gradients by total "norm" or each "value".
-        logger: True (TensorBoard under `runs/`), False, a logger or a list.
-        callbacks: a callback or a list.
+        logger: True (TensorBoard under `runs/`), False, "tensorboard", "csv", the name of a plug-in, a logger or a list.
+        callbacks: a callback, the name of a plug-in or a list.
         default_root_dir: where everything is written; fixed now, so that a later chdir does not move it. Default: here.
         enable_checkpointing, enable_progress_bar, enable_model_summary: whether to add the default callback of that kind.
         deterministic: True, "warn" or False: torch.use_deterministic_algorithms during runs.
@@ -67,12 +67,21 @@ class Trainer(Face):
         uneven: when the ranks' training data end at different times (iterables): "stop" with the first that has none, or "join": go on
             until the last has none, each step the mean over the samples that are left.
         sync_batchnorm: BatchNorm layers take their statistics over all ranks (cuda); they are plain ones again after the run.
+        compile: True, a dict of torch.compile's arguments, or a mode of it: steps go through torch.compile during runs. The module stays as it is.
+        activation_checkpointing: layers that are computed again in backward in place of keeping what is inside them: module classes, names
+            ("layers.*"), a list of either, or a function (name, layer) -> bool.
         detect_anomaly: find the operation that made a NaN gradient (slow).
+        bad_loss: what to do when the loss of a training step is NaN, infinite or None on any rank: "raise" ahead of the update, "skip" the
+            optimizer step on all ranks, "stop" after doing so. None looks at published numbers alone. Costs a read of the loss a step.
+        recover_oom: when memory runs out in a training step, compute it again, on all ranks, with every batch in half as large parts.
         barebones: no logging, checkpoints, bars and checks: the loop alone.
-        plugins: a Precision object, or an object with save_checkpoint(table, path) and load_checkpoint(path, weights_only).
+        plugins: a Precision object, a CheckpointIO (an object with save_checkpoint(table, path) and load_checkpoint(path, weights_only)), or
+            the name of one of a plug-in.
         reload_dataloaders_every_n_epochs: ask for new loaders so often; 0 for never.
         seed: the one seed of a run: model streams of each rank, data order, augmentation. None continues torch's.
         resume: "auto", "last" or a path: the default of `fit(ckpt_path=)`.
+        auto_requeue: under Slurm, when SIGUSR1 announces the end of the job's time: after saving, put the job back into the queue
+            (scontrol requeue); when it runs again, it resumes by itself, as with resume="auto".
         launcher: "torchrun", "slurm" or a Launcher to insist on it, "local" or False to look for none; None looks who started this
             process.
         timeout: how long (seconds) a rank waits for another in a collective (default: torch's). When it is over, StallError says where every
@@ -82,7 +91,7 @@ class Trainer(Face):
         MisconfigurationException: for every argument that cannot work, saying what to change.
     """
 
-    @config.known_arguments
+    @known_arguments
     def __init__(
         self,
         *,
@@ -121,15 +130,21 @@ class Trainer(Face):
         use_distributed_sampler: bool = True,
         uneven: str = "stop",
         sync_batchnorm: bool = False,
+        compile: Any = False,
+        activation_checkpointing: Any = None,
         detect_anomaly: bool = False,
+        bad_loss: str | None = None,
+        recover_oom: bool = False,
         barebones: bool = False,
         plugins: Any = None,
         reload_dataloaders_every_n_epochs: int = 0,
         seed: int | None = None,
         resume: str | None = None,
+        auto_requeue: bool = False,
         launcher: Any = None,
         timeout: timedelta | float | None = None,
     ) -> None:
+        given = dict(locals())  # `make_settings` reads most of the arguments
         self._run: Run | None = None
         self._ended: Run | None = None  # the last fit in this process, for a checkpoint of its end
         self._module: TrainModule | None = None
@@ -140,68 +155,20 @@ class Trainer(Face):
         world = self._launcher.world if self._launcher is not None else None
         if world is not None:
             self._world = world
-            if devices == "auto":
-                devices = world.local_world_size
             num_nodes = world.num_nodes if num_nodes == 1 else num_nodes
-        found = resolve_devices(accelerator, devices)
-        self.strategy = config.make_strategy(strategy, found.count * config.at_least("num_nodes", num_nodes, 1))
+        named = None if strategy == "auto" else config.make_strategy(strategy, 1)
+        found = config.find_devices(accelerator, devices, named, world)
+        if found.note:
+            self.print(found.note)
+        self.strategy = named or config.make_strategy("auto", found.count * at_least("num_nodes", num_nodes, 1))
         self.strategy.check(found.count, num_nodes)
         self._check_launch(self.strategy.processes(found.count), num_nodes)
         plugins = config.plugins(plugins)
         precision = next((p for p in plugins if isinstance(p, Precision)), precision)
         self.precision_plugin = config.make_precision(precision, found.type)
-        self.checkpoint_io = next((p for p in plugins if hasattr(p, "save_checkpoint")), _PlainIO())
-        dev = config.at_least("fast_dev_run", int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run, 0)
-        quiet = bool(dev) or barebones
-        limits = {
-            "train": config.limit("limit_train_batches", limit_train_batches),
-            "validate": config.limit("limit_val_batches", limit_val_batches),
-            "test": config.limit("limit_test_batches", limit_test_batches),
-            "predict": config.limit("limit_predict_batches", limit_predict_batches),
-        }
-        if dev:
-            limits, max_steps, max_epochs, num_sanity_val_steps = dict.fromkeys(limits, dev), dev, 1, 0
-            log_every_n_steps, val_check_interval, check_val_every_n_epoch = 1, 1.0, 1
-        if overfit_batches:
-            overfit_batches = config.limit("overfit_batches", overfit_batches) or 1.0
-            limits["train"] = limits["validate"] = overfit_batches
-        default_epochs = max_epochs is None and max_time is None
-        if default_epochs:
-            max_epochs = 1000 if max_steps == -1 else -1
-        self.settings = Settings(
-            devices=found,
-            num_nodes=num_nodes,
-            max_epochs=config.at_least("max_epochs", max_epochs, 0, none=True, also=(-1,)),
-            max_epochs_is_default=default_epochs,
-            min_epochs=config.at_least("min_epochs", min_epochs, 0, none=True),
-            max_steps=config.at_least("max_steps", max_steps, 0, also=(-1,)),
-            min_steps=config.at_least("min_steps", min_steps, 0, none=True),
-            max_time=config.time_limit(max_time),
-            limits=limits,
-            overfit_batches=overfit_batches,
-            fast_dev_run=dev,
-            val_check_interval=config.val_interval(val_check_interval, check_val_every_n_epoch),
-            check_val_every_n_epoch=config.at_least("check_val_every_n_epoch", check_val_every_n_epoch, 1, none=True),
-            num_sanity_val_steps=0 if barebones else config.at_least("num_sanity_val_steps", _or(num_sanity_val_steps, 2), 0, also=(-1,)),
-            log_every_n_steps=0 if barebones else config.at_least("log_every_n_steps", _or(log_every_n_steps, 50), 0),
-            accumulate_grad_batches=config.at_least("accumulate_grad_batches", accumulate_grad_batches, 1),
-            gradient_clip_val=config.positive("gradient_clip_val", gradient_clip_val),
-            gradient_clip_algorithm=config.one_of("gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value")),
-            default_root_dir=config.root_dir(default_root_dir),
-            deterministic=config.one_of("deterministic", deterministic or False, (True, False, "warn")),
-            benchmark=benchmark,
-            inference_mode=inference_mode,
-            use_distributed_sampler=use_distributed_sampler,
-            uneven=config.one_of("uneven", uneven, ("stop", "join")),
-            sync_batchnorm=config.sync_batchnorm(sync_batchnorm, self.strategy, found.type),
-            detect_anomaly=detect_anomaly,
-            reload_dataloaders_every_n_epochs=config.at_least(
-                "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0
-            ),
-            seed=config.seed(seed),
-            resume=resume,
-            timeout=config.duration("timeout", timeout),
-        )
+        self.checkpoint_io = config.checkpoint_io(plugins, self.strategy)
+        self.settings = make_settings(given, found, num_nodes, self.strategy)
+        quiet = self.settings.fast_dev_run > 0 or barebones
         self.loggers = [] if quiet else make_loggers(logger)
         self.callbacks = make_callbacks(
             callbacks,
@@ -251,11 +218,15 @@ class Trainer(Face):
         Raises:
             MisconfigurationException: before step 1, for what cannot work; the message says what to change.
             CheckpointError: when a checkpoint cannot be read or written.
+            SIGTERMException: SIGTERM or SIGUSR1 came, and a checkpoint is there from which a fit goes on.
+            RestartError: torchrun restarts this fit, and it gets no further.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
         ckpt_path = self.settings.resume if ckpt_path is None else ckpt_path
+        if ckpt_path is None and self.settings.auto_requeue and restarted.requeued():
+            ckpt_path = "auto"
         job = self._job("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
         if self._makes_processes():
             self._launch(job)
@@ -340,7 +311,9 @@ class Trainer(Face):
         if self._run is not None:
             raise MisconfigurationException(f"trainer.{fn} was called inside a run of the same Trainer; make another Trainer for it.")
         self._module, self._datamodule = model, datamodule
-        job.ckpt_path = find.resolve(ckpt_path, self.checkpoint_callbacks, self._checkpoint_folders())
+        job.ckpt_path = find.resolve(
+            ckpt_path, self.checkpoint_callbacks, self._checkpoint_folders(), getattr(self.checkpoint_io, "damage", None)
+        )
         job.continues = ckpt_path in ("last", "auto")
         return job
 
@@ -369,12 +342,13 @@ class Trainer(Face):
     def _launch(self, job: Job) -> Any:
         """Run the job in new processes of this machine, and take what comes back into the caller's objects."""
         try:
-            launcher = self._launcher or launchers.LocalLauncher(self.strategy.processes(self.settings.devices.count))
+            launcher = self._launcher or config.make_launcher(self.strategy, self.strategy.processes(self.settings.devices.count))
             found = launcher.launch(Task(self, job))
         except BaseException as error:
             self.results.fn, self.results.status = job.fn, _status_of(error)
             if job.fn == "fit" and isinstance(error, KeyboardInterrupt):
-                self.warn("Weights and counters of the interrupted fit ended with its ranks. Go on from a checkpoint: fit(..., ckpt_path='last').")
+                self.warn(f"Weights and counters of the interrupted fit ended with its ranks. {self._where_to_go_on()}")
+            self.results.received_sigterm = isinstance(error, SIGTERMException)
             raise
         return outcome.apply(self, job, found)
 
@@ -383,6 +357,7 @@ class Trainer(Face):
         self._world, self._module, self._datamodule = world, job.module, job.datamodule
         self.results.fn, self.results.status, self.results.ckpt_path = job.fn, "running", job.ckpt_path
         self.results.continues = job.continues
+        self.results.received_sigterm = False
         self.results.clear_metrics()
         if job.fn == "fit" or job.ckpt_path is not None:
             self._ended = None  # its optimizers no longer belong to the weights
@@ -391,8 +366,8 @@ class Trainer(Face):
         try:
             run.open()
             value = _LOOPS[job.fn](run)
+            run.finish_saves()
             status = "finished"
-            return value
         except BaseException as error:
             status = _status_of(error)
             stall = None if run.watch is None else run.watch.explain(error)
@@ -410,137 +385,33 @@ class Trainer(Face):
                 run.close(status)
             finally:
                 self._run = None
+                self._heed_no_more(run)
+                if job.fn == "fit" and status == "interrupted" and not run.notice.bits and (run.dist.alone or self._launcher is not None):
+                    self.print(f"Interrupted after step {self.global_step}. {self._where_to_go_on()}")
             if job.fn == "fit" and status == "finished" and run.last_ranks is not None and self.strategy.plain_afterwards:
                 self._ended = run
+        if run.notice.bits:  # too late to end the fit, which is over, but not to end the program
+            raise SIGTERMException
+        return value
+
+    def _heed_no_more(self, run: Run) -> None:
+        """Give the signals back; one that came is remembered, and the job goes back into its queue if that is wanted."""
+        run.notice.close()
+        self.results.received_sigterm = run.notice.bits != 0
+        if run.notice.bits & USR1 and self.settings.auto_requeue:
+            ask_to_requeue(self)
+
+    def _where_to_go_on(self) -> str:
+        """Say where the last checkpoint is, for whoever interrupted a fit."""
+        newest = find.newest(find.files(self._checkpoint_folders()))
+        return "There is no checkpoint to go on from." if newest is None else f"The newest checkpoint is {newest}; fit(..., ckpt_path='auto') goes on from it."
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_run": None, "_ended": None, "_launcher": None}
 
-    # -- what callbacks and modules may call ---------------------------------------------------------------------------------
-
-    def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False, storage_options: Any = None) -> None:
-        """Write a checkpoint from which a resume continues exactly here, whole or not at all. Collective.
-
-        In a hook (or step) between the first batch of an optimizer step and the boundary after it, it is written at that boundary, when
-        validation and epoch numbers that belong to the step are there as well. After a fit it is the checkpoint of its end; only where
-        the fit ran in processes of its own, whose optimizers ended with them, it holds weights, counters and hyper-parameters alone.
-
-        Raises:
-            MisconfigurationException: before any run; for `storage_options`.
-            CheckpointError: when it cannot be written, or holds what cannot be loaded safely; naming the path or the key.
-        """
-        if storage_options is not None:
-            raise MisconfigurationException("save_checkpoint(storage_options=...): give a checkpoint I/O plug-in that knows them (plugins=).")
-        if self._run is not None:
-            self._run.save_checkpoint(path, weights_only)
-            return
-        if self._module is None:
-            raise MisconfigurationException("trainer.save_checkpoint: there is no model yet; fit, validate, test or predict first.")
-        if self.is_global_zero:
-            if self._ended is not None and self._ended.module is self._module:
-                table = state.finish(self._ended.final_checkpoint(weights_only))
-            else:
-                if self.results.fn == "fit" and not weights_only:
-                    self.warn(f"{path} holds weights and counters alone: the optimizer ended with the run. For resuming use ModelCheckpoint.")
-                table = outcome.weights_table(self)
-            self.checkpoint_io.save_checkpoint(table, path)
-
-    def request_save(self, fulfil: Any) -> None:
-        """Ask that `fulfil(trainer)` be called at the coming boundary, after the step's numbers were published. Ask on all ranks."""
-        self._live("request_save").requests.append(fulfil)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s object on every rank. Collective."""
-        return obj if self._run is None else self._run.dist.broadcast(obj, src)
-
-    def barrier(self) -> None:
-        """Wait for all ranks. Collective."""
-        if self._run is not None:
-            self._run.dist.barrier()
-
-    def agree(self, flag: bool) -> bool:
-        """Return True on every rank when any rank says True. Collective."""
-        return flag if self._run is None else self._run.dist.agree(flag)
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Publish a callback's numbers: to the loggers on rank 0, and into `callback_metrics` and `logged_metrics`."""
-        run = self._live("log_metrics")
-        values = {name: torch.tensor(float(value)) for name, value in metrics.items()}
-        self.results.callback_metrics.update(values)
-        self.results.logged_metrics.update(values)
-        self.results.metric_steps.update(dict.fromkeys(values, self.global_step))
-        run.to_loggers(dict(metrics), "train", step)
-
-    def seed_everything(self, seed: int) -> None:
-        """Make `seed` the one seed of the run: model streams a rank, data order, augmentation. Before loaders are made."""
-        self._live("seed_everything").reseed(seed)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only, above a progress bar."""
-        if self.is_global_zero:
-            bar = self.progress_bar_callback if self._run is not None else None
-            (print if bar is None else bar.print)(*args, **kwargs)
-
-    def warn(self, message: str) -> None:
-        """Issue a warning on rank 0 only."""
-        if self.is_global_zero:
-            warnings.warn(message, stacklevel=2)
-
-    def init_module(self) -> Any:
-        """A context in which a module is constructed right away in its final number format."""
-        return self.precision_plugin.init_context()
-
-    def _live(self, name: str) -> Run:
-        if self._run is None:
-            raise MisconfigurationException(f"trainer.{name} works inside a run only.")
-        return self._run
-
-    # -- what TrainModule calls ------------------------------------------------------------------------------------------------
-
-    @property
-    def _step_optimizers(self) -> list[Any]:
-        return self._live("optimizers").step_optimizers
-
-    def _record(self, *args: Any) -> None:
-        recorder = self._live("log").recorder
-        if recorder is None:
-            raise misplaced(args[1], "configure_callbacks")
-        if not (recorder.held and recorder.hold(args)):
-            recorder.add(*args)
-
-    def _manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        self._live("manual_backward").manual_backward(loss, *args, **kwargs)
-
-    def _clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
-        self._live("clip_gradients").clip_gradients(optimizer, value, algorithm)
-
-    def _all_gather(self, tensor: torch.Tensor, sync_grads: bool) -> torch.Tensor:
-        return self._live("all_gather").dist.all_gather(tensor, sync_grads)
-
-
-class _PlainIO:
-    """The default checkpoint I/O: one file, whole or not there."""
-
-    def __init__(self) -> None:
-        self._cleaned: set[str] = set()
-
-    def save_checkpoint(self, table: dict[str, Any], path: Any) -> None:
-        io.save(table, path)
-        folder = os.path.dirname(os.path.abspath(path))
-        if folder not in self._cleaned:  # what a run that was killed while saving left there
-            self._cleaned.add(folder)
-            io.clean(folder)
-
-    def load_checkpoint(self, path: Any, weights_only: bool) -> dict[str, Any]:
-        return io.load(path, weights_only=weights_only)
-
 
 def _status_of(error: BaseException) -> str:
     return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _table(fn: str, index: int | None, numbers: dict[str, float]) -> str:

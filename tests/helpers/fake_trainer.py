@@ -21,6 +21,7 @@ class FakeTrainer(SimpleNamespace):
             "logger": None, "log_dir": None, "default_root_dir": str(root), "is_global_zero": True, "world_size": 1, "should_stop": False,
             "sanity_checking": False, "state": SimpleNamespace(fn="fit", stage="train"), "fast_dev_run": False, "enable_validation": True,
             "ckpt_path": None, "continues": False, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "log_every_n_steps": 1, "is_last_batch": False,
+            "validation_owed": False,
             "lightning_module": None, "optimizers": [], "lr_scheduler_configs": [], "num_training_batches": 4, "num_val_batches": [2],
             "num_test_batches": [2], "num_predict_batches": [2], "num_sanity_val_batches": [2], "max_epochs": 2,
             "metric_steps": {},
@@ -38,6 +39,22 @@ class FakeTrainer(SimpleNamespace):
         Path(f"{path}.tmp").write_text(f"epoch {self.current_epoch} step {self.global_step}")
         os.replace(f"{path}.tmp", path)
         self.saved.append((os.path.basename(path), self.global_step, weights_only))
+
+    def write_checkpoint(self, steps: Any, weights_only: bool = False, background: bool = False, ended: Any = None) -> None:
+        done = 0
+        try:
+            for step in steps:
+                if not callable(step):
+                    self.save_checkpoint(step, weights_only)
+                elif self.is_global_zero:
+                    step()
+                done += 1
+        finally:
+            if ended is not None:
+                ended(done)
+
+    def finish_saves(self) -> None:
+        pass
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self.broadcasts += 1

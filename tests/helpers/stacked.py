@@ -1,13 +1,13 @@
-"""A module with a stack of layers, fits of it under the model-parallel strategies, and comparing weights."""
+"""Modules with a stack of layers, fits of them under the model-parallel strategies, and comparing weights."""
 
 from __future__ import annotations
 
 import torch
 
 from tests.helpers.modules import Net, loader, quiet
-from trainer import ModelParallelDDPStrategy
+from trainer import ModelParallelDDPStrategy, TrainModule
 
-__all__ = ["Wide", "assert_same", "fit", "rows", "stacked", "weights"]
+__all__ = ["ThreeFour", "Wide", "assert_same", "fit", "rows", "stacked", "weights"]
 
 
 class Wide(Net):
@@ -31,6 +31,33 @@ class Wide(Net):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.losses.append(float(outputs["loss"]))
+
+
+class Factor(torch.nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor(float(value), dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.w
+
+
+class ThreeFour(TrainModule):
+    """Two stages x * 4 * 3: the gradient of the first weight is 3, that of the second 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(Factor(4), Factor(3))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.before = [p.grad.item() for p in self.parameters()]
+        self.total = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).item()
 
 
 def stacked(each=2, micro=3, **more):

@@ -88,7 +88,7 @@ def test_top_keys_and_plain_values(tmp_path):
     ours = {"format", "datamodule_hyper_parameters", "progress", "precision", "data", "ranks", "seed", "metrics", "metric_steps"}
     assert set(table) == lightning | ours
     assert (table["epoch"], table["global_step"], table["format"], table["seed"]) == (0, 3, 1, 11)
-    assert table["progress"] == {"step": 3, "epoch": 0, "step_in_epoch": 3, "batch": 3, "epoch_ended": False}
+    assert table["progress"] == {"step": 3, "epoch": 0, "step_in_epoch": 3, "batch": 3, "epoch_ended": False, "validation_owed": 0}
     assert table["data"] == {"samples": 12} and len(table["ranks"]) == 1
     assert [len(table[name]) for name in ("optimizer_states", "lr_schedulers")] == [1, 1]
     assert set(table["metrics"]) == {"loss", "loss_step", "now"}
@@ -98,7 +98,7 @@ def test_top_keys_and_plain_values(tmp_path):
 def test_the_end_of_an_epoch_is_told_from_its_last_step(tmp_path):
     train(noisy_loader(), tmp_path)
     table = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-    assert table["progress"] == {"step": 4, "epoch": 0, "step_in_epoch": 4, "batch": 4, "epoch_ended": True}
+    assert table["progress"] == {"step": 4, "epoch": 0, "step_in_epoch": 4, "batch": 4, "epoch_ended": True, "validation_owed": 0}
     assert table["data"] is None and set(table["metrics"]) >= {"loss_epoch", "draw", "peak"}
 
 

@@ -16,7 +16,7 @@ from tests.helpers.modules import Scalar, loader, quiet
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resume import Epochs, Noisy, Stop, assert_equal, noisy_loader
 from trainer import TrainModule
-from trainer.checkpoint import io
+from trainer.checkpoint import temporary
 from trainer.errors import CheckpointError, MisconfigurationException
 
 HOOKS = [
@@ -348,7 +348,7 @@ def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    left = tmp_path / io._temporary_name("b.ckpt").replace(f".{os.getpid()}.", f".{dead.pid}.")
+    left = tmp_path / temporary.temporary_name("b.ckpt").replace(f".{os.getpid()}.", f".{dead.pid}.")
     left.touch()
     other = quiet(max_steps=1)
     other.fit(Scalar(), loader([1]))

@@ -15,7 +15,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, EarlyStopping, LearningRateMonitor
+from callbacks import (
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientMonitor,
+    LearningRateMonitor,
+    StragglerMonitor,
+    ThroughputMonitor,
+    Timer,
+)
 from tests.helpers.modules import quiet
 from tests.helpers.ranks import run_ranks
 from trainer import Trainer, TrainModule
@@ -149,7 +158,8 @@ class Watch(Callback):
 
 def reads_of(module: TrainModule, folder: Path, batches: int = 20, **settings: Any) -> list[tuple[str, list[str]]]:
     reads = Reads()
-    extra = [LearningRateMonitor(), EarlyStopping("loss_epoch"), Watch(reads)]
+    monitors = [GradientMonitor(), ThroughputMonitor(lambda batch: len(batch[0])), StragglerMonitor(), DeviceStatsMonitor(), Timer("01:00:00:00")]
+    extra = [LearningRateMonitor(), EarlyStopping("loss_epoch"), *monitors, Watch(reads)]
     trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, callbacks=extra, **settings)
     with reads:
         trainer.fit(module, data(batches))

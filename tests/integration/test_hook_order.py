@@ -20,7 +20,7 @@ from callbacks import Callback, ModelCheckpoint
 from callbacks.callback import HOOKS as CALLBACK_HOOKS
 from tests.helpers.modules import quiet
 from trainer import DataModule, TrainModule
-from trainer.module import MODULE_HOOKS
+from trainer.module_hooks import MODULE_HOOKS
 
 PAGE = Path(__file__).parents[2] / "docs" / "loop.md"
 TRANSFER = {"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"}
@@ -52,6 +52,7 @@ class Plan:
     max_steps: int = -1
     stop_in: int = -1  # the step in which a hook sets should_stop
     raise_in: int = -1  # the batch whose training_step raises
+    bad_in: int = -1  # the batch whose loss is NaN, under bad_loss="skip"
     skip_in: int = -1  # the batch ahead of which on_train_batch_start returns -1
     log: list[str] = field(default_factory=list)
 
@@ -146,8 +147,10 @@ def expected(plan: Plan) -> list[str]:
         "epoch_schedulers": scheduled if plan.scheduler == "epoch" else [], "step_schedulers": scheduled if plan.scheduler == "step" else [],
         "optimizers": [Party(plan)], "metric": None, "epoch": 0, "device": "cpu", "first_time": _Once(), "reload_due": reload,
         "gradient_clip_val": None, "gradient_clip_algorithm": "norm",
+        "loss_is_bad": lambda group: any(batch_idx == plan.bad_in for _, batch_idx in group), "bad_loss": "skip",
     }  # fmt: skip
     step = "manual_train_step" if plan.manual else "slow_train_step" if plan.slow else "train_step"
+    step = "watched_train_step" if plan.bad_in >= 0 else step
     page["train_step"] = page[step]
     loop = {"fit": "fit", "validate": "evaluate", "test": "evaluate", "predict": "predict"}[plan.fn]
     try:
@@ -212,7 +215,7 @@ def parts(plan: Plan) -> tuple[Any, Any, Any]:
                 raise ValueError("on purpose")
             if self.global_step + 1 == plan.stop_in:
                 self.trainer.should_stop = True
-            loss = self.layer(batch).mean()
+            loss = self.layer(batch).mean() * (float("nan") if batch_idx == plan.bad_in else 1.0)
             if plan.manual:
                 self.manual_backward(loss)
                 self.optimizers().step()
@@ -253,7 +256,7 @@ def recorded(plan: Plan, folder: Path) -> list[str]:
         trainer = quiet(
             callbacks=[callback, *saver], enable_checkpointing=bool(saver), accelerator="cpu", accumulate_grad_batches=plan.accumulate,
             limit_train_batches=plan.batches, limit_val_batches=2, limit_test_batches=2, limit_predict_batches=2, max_steps=plan.max_steps,
-            reload_dataloaders_every_n_epochs=plan.reload,
+            reload_dataloaders_every_n_epochs=plan.reload, bad_loss="skip" if plan.bad_in >= 0 else None,
             num_sanity_val_steps=1, val_check_interval=plan.val_every or None, **{"max_epochs": plan.epochs, **changes},
         )  # fmt: skip
         return trainer, module, data
@@ -285,6 +288,8 @@ PROGRAMS = {
     "stop_in_mid_epoch": Plan(stop_in=1, batches=5),
     "max_steps": Plan(max_steps=3, batches=3),
     "rest_of_epoch_skipped": Plan(skip_in=2, batches=5),
+    "bad_loss_last_in_its_step": Plan(bad_in=1, batches=4, scheduler="step", save="step"),
+    "bad_loss_first_in_its_step": Plan(bad_in=2, batches=5),
     "error": Plan(raise_in=1),
     "nothing_to_do": Plan(epochs=0),
     "validate": Plan("validate"),
@@ -294,7 +299,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.filterwarnings("ignore:Nothing to do", "ignore:ModelCheckpoint")
+@pytest.mark.filterwarnings("ignore:Nothing to do", "ignore:ModelCheckpoint", "ignore:Bad loss")
 def test_the_page_calls_what_a_run_calls(name: str, tmp_path: Path) -> None:
     plan = PROGRAMS[name]
     real = recorded(plan, tmp_path / "saved")

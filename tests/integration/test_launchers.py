@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -12,12 +13,15 @@ import tempfile
 import textwrap
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from callbacks import Callback
+from tests.helpers.modules import Net, quiet
 from trainer.errors import MisconfigurationException, SIGTERMException
 from trainer.launchers import InProcessLauncher, LocalLauncher, ProcessError, local
 from trainer.launchers.local import _first_failure
@@ -203,7 +207,8 @@ def test_the_one_who_lost_its_peer_is_not_the_one_to_blame():
 
     with pytest.raises(OwnError, match="number 1") as caught:
         LocalLauncher(2).launch(task)
-    assert any("Also rank 0: RuntimeError" in note for note in getattr(caught.value, "__notes__", ["Also rank 0: RuntimeError"]))
+    said = "\n".join(getattr(caught.value, "__notes__", [str(caught.value.__cause__)]))
+    assert "Also rank 0: RuntimeError, since its connection to another rank broke\n" in said and "gloo" not in said.partition("Rank 1 raised")[0]
 
 
 def test_a_rank_killed_with_its_data_workers_ends_all():
@@ -261,8 +266,62 @@ def test_a_rank_that_leaves_without_a_word():
 
 def test_what_cannot_be_sent_is_said_before_anything_starts():
     lock = threading.Lock()
-    with pytest.raises(MisconfigurationException, match="cannot be sent to the ranks: cannot pickle '_thread.lock'"):
+    with pytest.raises(MisconfigurationException, match="cannot be sent to the ranks: cannot pickle '_thread.lock' object; it is lock. Make"):
         LocalLauncher(2).launch(lambda world: lock)
+
+
+class Slots:
+    __slots__ = ("file",)
+
+
+@pytest.mark.parametrize("where", ["job.module.layers.1.handle", "job.module.things['a'][1]", "trainer.callbacks[0].handle", "job.loaders['train'].dataset.file"])
+def test_the_part_that_cannot_be_sent_is_named(where):
+    module, callback, data, lock = Net(), Callback(), Slots(), threading.Lock()
+    data.file = None
+    if "layers" in where:
+        module.layers[1].handle = lock
+    elif "things" in where:
+        module.things = {"a": [1, lock]}
+    elif "callbacks" in where:
+        callback.handle = lock
+    else:
+        data.file = lock
+    loader = torch.utils.data.DataLoader(data, sampler=[0])
+    with pytest.raises(MisconfigurationException, match=f"; it is {re.escape(where)}. Make open files"):
+        quiet(strategy="ddp", accelerator="cpu", devices=2, callbacks=[callback], max_epochs=1).fit(module, loader)
+
+
+def test_a_rank_stopped_from_outside_is_told_and_not_its_neighbour():
+    def task(world):
+        def body(world):
+            dist.barrier()
+            if world.rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            dist.barrier()
+
+        joined(world, body)
+
+    with pytest.raises(ProcessError, match=r"rank 0 was killed by signal 15 \(SIGTERM\)"):
+        LocalLauncher(2).launch(task)
+
+
+def test_the_ranks_show_the_warnings_that_the_caller_shows(capfd):
+    class Mine(UserWarning):
+        pass
+
+    def task(world):
+        warnings.warn("hidden", Mine)
+        try:
+            warnings.warn("an error", FutureWarning)
+        except FutureWarning:
+            return [entry[0] for entry in warnings.filters[:2]]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="hid", category=Mine)
+        assert LocalLauncher(1).launch(task) == ["ignore", "error"]
+    assert "hidden" not in capfd.readouterr().err
 
 
 def test_a_result_that_cannot_be_sent():
@@ -314,7 +373,9 @@ def test_which_failure_is_told():
     assert _first_failure([], set(), {}) is None
     assert _first_failure([died, victim], set(), {0: -9, 1: 1}) is died
     assert _first_failure([victim, died], set(), {0: -9, 1: 1}) is died
-    assert _first_failure([victim, died], set(), {0: -15, 1: 1}) is victim  # stopped because of the other
+    stopped = Event(0, "died", after_end=True)
+    assert _first_failure([victim, stopped], set(), {0: -15, 1: 1}) is victim  # stopped because of the other
+    assert _first_failure([victim, died], set(), {0: -15, 1: 1}) is died  # stopped by somebody else, which is why the other failed
     assert _first_failure([fault, died], {0}, {0: -9, 1: 1}) is fault
     assert _first_failure([], set(), {1: 1}) == Event(1, "died")  # the interpreter did not even start
 

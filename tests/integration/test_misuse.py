@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from callbacks import Callback, CSVLogger, EarlyStopping, ModelCheckpoint, TensorBoardLogger
 from tests.helpers.modules import Scalar, loader, quiet
 from trainer import CheckpointError, DataError, DataModule, MisconfigurationException, Trainer, TrainerError, TrainModule
+from trainer.removed import REMOVED
 from trainer.strategies import SingleDeviceStrategy
 
 
@@ -71,7 +73,7 @@ def fails(message: str, module: Any = None, train: Any = None, val: Any = None, 
         ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs=-1"),
         ({"seed": -1}, "seed=-1 must be a whole number >= 0 or None"),
         ({"seed": 2**32}, "seed=4294967296"),
-        ({"logger": "tensorboard"}, "logger must be True, False, a Logger or a list of them; got builtins.str"),
+        ({"logger": "tensorbord"}, r"logger='tensorbord' is unknown. Did you mean 'tensorboard'\?"),
         ({"logger": [CSVLogger(), 3]}, "got builtins.int"),
         ({"callbacks": ModelCheckpoint}, "callbacks must be Callback objects; got the class callbacks.checkpoint.ModelCheckpoint"),
         ({"callbacks": [print]}, "callbacks must be Callback objects"),
@@ -90,6 +92,10 @@ def test_an_unknown_argument_gets_the_nearest_name() -> None:
     for wrong, right in (("max_epoch", "max_epochs"), ("accumulate_grad_batch", "accumulate_grad_batches"), ("callback", "callbacks")):
         with pytest.raises(TypeError, match=rf"Trainer has no argument {wrong!r}. Did you mean {right!r}\?"):
             Trainer(**{wrong: 1})
+    for gone, now in (("gpus", "accelerator='gpu', devices="), ("resume_from_checkpoint", "ckpt_path="), ("replace_sampler_ddp", "use_distributed_sampler")):
+        with pytest.raises(TypeError, match=f"Trainer has no argument {gone!r} .*: use .*{now}"):
+            Trainer(**{gone: 1})
+    assert not set(REMOVED) & set(inspect.signature(Trainer.__init__).parameters)
     with pytest.raises(TypeError, match="Trainer has no argument 'qqqq'"):
         Trainer(qqqq=1)
     with pytest.raises(TypeError):
@@ -140,7 +146,14 @@ def test_misspelt_hooks() -> None:
 
 def test_models_and_data_modules_of_the_wrong_kind() -> None:
     fails("trainer.fit takes a TrainModule; got torch.nn.modules.linear.Linear", torch.nn.Linear(1, 1))
-    with pytest.raises(MisconfigurationException, match="datamodule must be a DataModule; got int"):
+    with pytest.raises(MisconfigurationException, match=r"trainer.fit takes the module first, then the data: trainer.fit\(module, loader\)"):
+        quiet().fit(loader([1]), Scalar())
+    fails(r"trainer.fit takes a TrainModule; got the class Scalar, not an object of it: write Scalar\(...\)", Scalar)
+    with pytest.raises(MisconfigurationException, match=r"datamodule must be a DataModule; got the class DataModule, not an object of it"):
+        quiet().fit(Scalar(), datamodule=DataModule)
+    with pytest.raises(MisconfigurationException, match=r"trainer.predict needs Scalar.predict_step\(self, batch, batch_idx\), or Scalar.forward"):
+        quiet().predict(Scalar(), loader([1]))
+    with pytest.raises(MisconfigurationException, match="datamodule must be a DataModule; got builtins.int"):
         quiet().fit(Scalar(), datamodule=3)
     for fn in ("validate", "test", "predict"):
         with pytest.raises(MisconfigurationException, match=rf"trainer.{fn}\(\) without a model works after a run only; pass the model"):
@@ -185,7 +198,7 @@ def test_loaders_that_are_missing_or_empty() -> None:
     with pytest.raises(MisconfigurationException, match=r"pass train_dataloaders="):
         quiet().fit(Scalar(), datamodule=DataModule())
     with pytest.raises(MisconfigurationException, match=r"There is no predict loader: .* pass dataloaders="):
-        quiet().predict(Scalar())
+        quiet().predict(type("Predicts", (Scalar,), {"predict_step": lambda self, batch, batch_idx: batch})())
     fails("empty|no batch|no sample", train=[], error=TrainerError)
     fails("empty|no batch|no sample", train=loader([]), error=TrainerError)
     fails("no batch", train=(x for x in ()), error=DataError)

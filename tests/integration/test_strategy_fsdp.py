@@ -218,6 +218,21 @@ def test_numbers_and_evaluation_equal_ddp(val):
             assert torch.equal(found["predictions"], found["order"])
 
 
+def test_a_rank_without_validation_batches_trains_on_with_the_others():
+    class Validated(Net):  # all its weights are in parts, none in the module itself
+        def validation_step(self, batch, batch_idx):
+            self.log("val", self.loss(batch))
+
+    def task(strategy="fsdp", devices=2):
+        module = Validated().double()
+        trainer = quiet(strategy=strategy, devices=devices, max_epochs=3, val_check_interval=2)
+        trainer.fit(module, loader(Net.rows(16, torch.float64), 4 // devices), loader(Net.rows(2, torch.float64), 2))
+        return weights(module)
+
+    for found in run_ranks(task):
+        assert_close(found, task("auto", 1))
+
+
 def test_uneven_validation_is_the_mean_over_all_samples():
     class Mean(Net):
         def validation_step(self, batch, batch_idx):

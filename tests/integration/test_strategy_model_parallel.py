@@ -11,7 +11,15 @@ from callbacks import Callback
 from tests.helpers.modules import Net, loader, quiet
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import train_by_hand
-from tests.helpers.stacked import Wide, assert_same, fit, rows, stacked, weights
+from tests.helpers.stacked import (
+    ThreeFour,
+    Wide,
+    assert_same,
+    fit,
+    rows,
+    stacked,
+    weights,
+)
 from trainer import ModelParallelDDPStrategy, TrainModule
 
 SHAPES = [(27, 3), (23, 4), (25, 2)]  # samples, accumulated batches; see test_ranks_exact
@@ -89,33 +97,6 @@ def test_c43_two_stages_four_micro_batches_give_the_gradients_of_the_whole_model
     for one, whole in zip(grads(strategy=stacked(micro=4), devices=2), grads(), strict=True):
         torch.testing.assert_close(one, whole, rtol=0, atol=1e-12)
         assert whole.abs().max() > 1e-3
-
-
-class Factor(torch.nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.tensor(float(value), dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.w
-
-
-class ThreeFour(TrainModule):
-    """Two stages x * 4 * 3: the gradient of the first weight is 3, that of the second 4."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Sequential(Factor(4), Factor(3))
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-    def on_before_optimizer_step(self, optimizer):
-        self.before = [p.grad.item() for p in self.parameters()]
-        self.total = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).item()
 
 
 def test_c44_clipping_uses_the_norm_over_all_stages_on_every_rank():

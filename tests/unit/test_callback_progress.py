@@ -207,12 +207,13 @@ def test_print_keeps_the_bar(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> N
 
 def test_nothing_is_left_running_and_bars_do_not_travel(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     output(monkeypatch, Terminal)
+    before = progress_drawing.Bar.monitor  # somebody else's bar in this process may have started tqdm's thread
     bar = TQDMProgressBar()
     trainer = fit(bar)
     trainer.hook("on_train_epoch_start")
     copy = pickle.loads(pickle.dumps(bar))
     assert copy.train_progress_bar is None
-    assert progress_drawing.Bar.monitor is None
+    assert progress_drawing.Bar.monitor is before
     trainer.hook("teardown", stage="fit")
     with pytest.raises(MisconfigurationException, match="there is no run"):
         bar.trainer  # noqa: B018

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.checkpoint import check_plain, clean, io, leftovers, load, plain, save, strip_prefixes
+from trainer.checkpoint import check_plain, clean, io, leftovers, load, plain, save, strip_prefixes, temporary
 from trainer.errors import CheckpointError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ KILLED_AT = """
         elif moment == "synced":
             os.replace = die
         elif moment == "renamed":
-            io._sync_folder = die
+            io.sync_folder = die
         io.save({"n": 2, "t": torch.full((1000,), 2.0)}, path)
     pid, status = os.wait()
     print(os.WTERMSIG(status))
@@ -220,18 +220,28 @@ def test_leftovers_are_those_of_dead_processes_only(tmp_path, monkeypatch):
     dead.wait()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: dead.pid)
-        gone = tmp_path / io._temporary_name("a.ckpt")
-        patch.setattr(io, "_host", lambda: "0" * 8)
-        elsewhere_new, elsewhere_old = (tmp_path / io._temporary_name("b.ckpt") for _ in range(2))
-    mine = tmp_path / io._temporary_name("a.ckpt")
+        gone = tmp_path / temporary.temporary_name("a.ckpt")
+        patch.setattr(os, "getpid", os.getppid)  # somebody who lives
+        alive, old = (tmp_path / temporary.temporary_name("a.ckpt") for _ in range(2))
+        patch.setattr(temporary, "_host", lambda: "0" * 8)
+        elsewhere_new, elsewhere_old = (tmp_path / temporary.temporary_name("b.ckpt") for _ in range(2))
+    former = tmp_path / temporary.temporary_name("a.ckpt")  # of a process that had our number before us, as after a restart of a container
+    link = tmp_path / f".last.ckpt.{dead.pid}.0123abcd.tmp"  # a link of ModelCheckpoint's: nobody knows which machine's
     others = [tmp_path / name for name in ("a.ckpt", ".a.ckpt.tmp", f".a.{dead.pid}.xyz.tmp", "notes.txt")]
-    for file in (gone, elsewhere_new, elsewhere_old, mine, *others):
-        file.write_text("x")
-    os.utime(elsewhere_old, (time.time() - 2 * 86400,) * 2)
-    assert set(leftovers(tmp_path)) == {gone, elsewhere_old}
-    assert set(clean(str(tmp_path))) == {gone, elsewhere_old}
-    assert set(tmp_path.iterdir()) == {elsewhere_new, mine, *others}
+    with temporary.temporary_beside(tmp_path / "a.ckpt") as mine:
+        for file in (gone, alive, elsewhere_new, elsewhere_old, mine, former, *others):
+            file.write_text("x")
+        old.mkdir()  # the parts of a sharded checkpoint
+        (old / "part").write_text("x")
+        link.symlink_to("nowhere")
+        for file in (elsewhere_old, old):
+            os.utime(file, (time.time() - 2 * 86400,) * 2)
+        assert set(leftovers(tmp_path)) == {gone, elsewhere_old, former, old}
+        os.utime(link, (time.time() - 2 * 86400,) * 2, follow_symlinks=False)
+        assert set(clean(str(tmp_path))) == {gone, elsewhere_old, former, old, link}
+        assert set(tmp_path.iterdir()) == {elsewhere_new, alive, mine, *others}
     assert leftovers(tmp_path / "nowhere") == [] == clean(tmp_path)
+    assert set(tmp_path.iterdir()) == {elsewhere_new, alive, *others}
 
 
 # ---------------------------------------------------------------------------------------------------------------- loading
@@ -255,7 +265,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, weights_only):
     content = bytearray(path.read_bytes())
     content[-30:-20] = bytes(10) if damage == "index" else content[-30:-20]
     path.write_bytes({"cut": content[:5000], "index": content, "empty": b"", "text": b"hello\n" * 9}[damage])
-    with pytest.raises(CheckpointError, match=r"a\.ckpt: it is damaged, or no file written by torch\.save \("):
+    with pytest.raises(CheckpointError, match=r"a\.ckpt: it is damaged(:|, or no file written by torch\.save \()"):
         load(path, weights_only=weights_only)
 
 
@@ -272,7 +282,7 @@ def test_objects_need_trust_and_a_dictionary_is_needed(tmp_path):
 
 def test_a_class_that_is_not_here_and_a_file_that_may_not_be_read(tmp_path, monkeypatch):
     path = tmp_path / "a.ckpt"
-    path.write_bytes(b"")
+    save({}, path)
     for error, words in (
         (ModuleNotFoundError("No module named 'theirs'"), "a class in it cannot be imported here .*theirs"),
         (PermissionError(13, "Permission denied"), "Permission denied"),

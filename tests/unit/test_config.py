@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer import DDPStrategy, MisconfigurationException, Precision, SingleDeviceStrategy, Trainer
-from trainer import config
+from trainer import DDPStrategy, MisconfigurationException, Precision, SingleDeviceStrategy, Trainer, arguments, config
 from trainer.launchers import LocalLauncher
+from trainer.settings import apply_global_switches
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from trainer.launchers import LocalLauncher
     [(None, None), (1.0, None), (1, 1), (0, 0), (0.0, 0.0), (0.25, 0.25), (7, 7), (3.0, 3)],
 )
 def test_limits_tell_one_batch_from_all(given: Any, read: Any) -> None:
-    found = config.limit("limit_train_batches", given)
+    found = arguments.limit("limit_train_batches", given)
     assert (found, type(found)) == (read, type(read))
 
 
@@ -34,52 +34,52 @@ def test_limits_tell_one_batch_from_all(given: Any, read: Any) -> None:
     ],
 )
 def test_time_limits(given: Any, read: Any) -> None:
-    assert config.time_limit(given) == read
+    assert arguments.time_limit(given) == read
 
 
 @pytest.mark.parametrize("wrong", ["1:2:3", "a:b:c:d", 12, {"hour": 1}])
 def test_time_limits_that_are_none(wrong: Any) -> None:
     with pytest.raises(MisconfigurationException, match="'DD:HH:MM:SS'"):
-        config.time_limit(wrong)
+        arguments.time_limit(wrong)
 
 
 def test_durations() -> None:
-    assert config.duration("timeout", None) is None
-    assert config.duration("timeout", 1.5) == timedelta(seconds=1.5)
-    assert config.duration("timeout", timedelta(days=1)) == timedelta(days=1)
+    assert arguments.duration("timeout", None) is None
+    assert arguments.duration("timeout", 1.5) == timedelta(seconds=1.5)
+    assert arguments.duration("timeout", timedelta(days=1)) == timedelta(days=1)
     for wrong in (0, -1, "1", True, timedelta(0)):
         with pytest.raises(MisconfigurationException, match="timeout=.* must be a number of seconds > 0 or a timedelta"):
-            config.duration("timeout", wrong)
+            arguments.duration("timeout", wrong)
 
 
 @pytest.mark.parametrize(("given", "every", "read"), [(None, 1, 1.0), (3, 1, 3), (3, None, 3), (0.5, 1, 0.5), (1, 1, 1)])
 def test_validation_intervals(given: Any, every: int | None, read: Any) -> None:
-    found = config.val_interval(given, every)
+    found = arguments.val_interval(given, every)
     assert (found, type(found)) == (read, type(read))
 
 
 def test_whole_numbers_numbers_and_choices() -> None:
-    assert config.at_least("n", None, 1, none=True) is None
-    assert config.at_least("n", -1, 1, also=(-1,)) == -1
-    assert config.positive("x", None) is None
-    assert config.positive("x", 0.5) == 0.5
-    assert config.one_of("c", "a", ("a", "b")) == "a"
+    assert arguments.at_least("n", None, 1, none=True) is None
+    assert arguments.at_least("n", -1, 1, also=(-1,)) == -1
+    assert arguments.positive("x", None) is None
+    assert arguments.positive("x", 0.5) == 0.5
+    assert arguments.one_of("c", "a", ("a", "b")) == "a"
     for wrong in (None, 0, 1.0, True, "1"):
         with pytest.raises(MisconfigurationException, match=r"n=.* must be a whole number >= 1\."):
-            config.at_least("n", wrong, 1)
+            arguments.at_least("n", wrong, 1)
     for wrong in (-0.1, True, "1"):
         with pytest.raises(MisconfigurationException, match="x=.* must be a number >= 0 or None"):
-            config.positive("x", wrong)
+            arguments.positive("x", wrong)
     with pytest.raises(MisconfigurationException, match=r"c='bb' must be one of 'aa', 'b'\. Did you mean 'b'\?|Did you mean 'aa'"):
-        config.one_of("c", "bb", ("aa", "b"))
+        arguments.one_of("c", "bb", ("aa", "b"))
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**32, 1.5, True])
 def test_seeds(wrong: Any) -> None:
-    assert config.seed(None) is None
-    assert config.seed(2**32 - 1) == 2**32 - 1
+    assert arguments.seed(None) is None
+    assert arguments.seed(2**32 - 1) == 2**32 - 1
     with pytest.raises(MisconfigurationException, match="seed="):
-        config.seed(wrong)
+        arguments.seed(wrong)
 
 
 def test_strategies_by_name_and_as_objects() -> None:
@@ -92,7 +92,7 @@ def test_strategies_by_name_and_as_objects() -> None:
     assert config.make_strategy(mine, 1) is mine
     for wrong, processes, message in (
         ("ddpp", 1, r"strategy='ddpp' is unknown. Did you mean 'ddp'\? Choose one of auto, single_device, ddp"),
-        (DDPStrategy, 1, "must be a name or a Strategy, got type"),
+        (DDPStrategy, 1, r"must be a name or a Strategy, got the class DDPStrategy: write DDPStrategy\(\)"),
         ("single_device", 2, "uses one device, but 2 are asked for"),
     ):
         with pytest.raises(MisconfigurationException, match=message):
@@ -112,12 +112,20 @@ def test_plugins() -> None:
         config.plugins([io, 3])
 
 
+def test_accumulation_and_a_static_graph_exclude_each_other_where_ranks_reduce() -> None:
+    static = DDPStrategy(static_graph=True)
+    with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=2 with static_graph=True"):
+        Trainer(accelerator="cpu", devices=2, strategy=static, accumulate_grad_batches=2)
+    for allowed in ({"devices": 1, "accumulate_grad_batches": 2}, {"devices": 2}):
+        Trainer(accelerator="cpu", strategy=static, **allowed)
+
+
 def test_the_root_folder_is_absolute_and_expanded(own_directory: Path) -> None:
-    assert config.root_dir(None) == str(own_directory)
-    assert config.root_dir("a/b") == str(own_directory / "a" / "b")
-    assert config.root_dir(Path("~/x")) == os.path.expanduser("~/x")
+    assert arguments.root_dir(None) == str(own_directory)
+    assert arguments.root_dir("a/b") == str(own_directory / "a" / "b")
+    assert arguments.root_dir(Path("~/x")) == os.path.expanduser("~/x")
     with pytest.raises(MisconfigurationException, match="default_root_dir=3 must be a path"):
-        config.root_dir(3)
+        arguments.root_dir(3)
 
 
 def test_settings_of_a_plain_trainer() -> None:
@@ -125,7 +133,7 @@ def test_settings_of_a_plain_trainer() -> None:
     assert (trainer.max_epochs, trainer.max_steps, trainer.min_epochs, trainer.min_steps) == (1000, -1, None, None)
     assert (trainer.log_every_n_steps, trainer.accumulate_grad_batches, trainer.num_sanity_val_steps) == (50, 1, 2)
     assert (trainer.val_check_interval, trainer.check_val_every_n_epoch, trainer.limit_train_batches) == (1.0, 1, 1.0)
-    assert (trainer.precision, trainer.accelerator, trainer.num_devices, trainer.world_size, trainer.num_nodes) == ("32-true", "cpu", 1, 1, 1)
+    assert (trainer.precision, str(trainer.accelerator), trainer.num_devices, trainer.world_size, trainer.num_nodes) == ("32-true", "cpu", 1, 1, 1)
     assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm, trainer.fast_dev_run) == (None, "norm", False)
     assert [type(c).__name__ for c in trainer.callbacks] == ["TQDMProgressBar", "ModelSummary", "ModelCheckpoint"]
     assert [type(logger).__name__ for logger in trainer.loggers] == ["TensorBoardLogger"]
@@ -148,7 +156,7 @@ def test_switches_turn_default_parts_off() -> None:
 def test_global_switches_are_set_during_a_run_and_put_back() -> None:
     settings = Trainer(deterministic="warn", benchmark=True, detect_anomaly=True).settings
     before = torch.backends.cudnn.benchmark
-    restore = config.apply_global_switches(settings)
+    restore = apply_global_switches(settings)
     try:
         inside = (
             torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -162,7 +170,7 @@ def test_global_switches_are_set_during_a_run_and_put_back() -> None:
 
 def test_unknown_keyword_arguments() -> None:
     class Made:
-        @config.known_arguments
+        @arguments.known_arguments
         def __init__(self, *, first: int = 1, second: int = 2) -> None:
             self.sum = first + second
 

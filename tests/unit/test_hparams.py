@@ -13,7 +13,7 @@ import torch
 from callbacks.loggers.plain import to_yaml
 from trainer import AttributeDict, CheckpointError, DataModule, MisconfigurationException, TrainModule
 from trainer.checkpoint import io
-from trainer.module import read_hparams
+from trainer.hparams import read_hparams
 
 
 class Module(TrainModule):

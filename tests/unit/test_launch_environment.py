@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
+import torch
 
+from trainer import ModelParallelDDPStrategy, Trainer, idle
+from trainer.dist import Dist
 from trainer.errors import MisconfigurationException
 from trainer.launchers import InProcessLauncher, SlurmLauncher, TorchrunLauncher, detect
 from trainer.world import World
@@ -180,3 +184,39 @@ def test_a_mismatch_is_named_before_anyone_waits(environment, processes, nodes, 
     launcher.check()
     with pytest.raises(MisconfigurationException, match=message):
         launcher.check(processes, nodes)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("auto", 2), ("ddp", 2), ("model_parallel_ddp", 4), (ModelParallelDDPStrategy(devices_per_replica=3), 6)],
+)
+def test_devices_auto_are_those_of_the_processes_that_exist(environment, strategy, devices):
+    environment(TORCHRUN)
+    assert Trainer(accelerator="cpu", strategy=strategy, num_nodes=2).num_devices == devices
+
+
+def test_devices_auto_of_one_process_that_owns_all(environment, monkeypatch):
+    environment({**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "RANK": "0", "GROUP_RANK": "0"})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(idle, "ask", lambda: pytest.fail("a rank does not look for idle GPUs"))
+    assert Trainer(accelerator="cuda", strategy="model_parallel", num_nodes=2).device_ids == [0, 1, 2]
+    assert Trainer(accelerator="cuda", strategy="ddp", num_nodes=2).device_ids == [0]
+    assert Trainer(accelerator="cuda", strategy="ddp", devices=1, launcher="local").device_ids == [0]
+
+
+def test_devices_auto_that_do_not_exist(environment, monkeypatch):
+    environment(TORCHRUN)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(MisconfigurationException, match=r"2 process\(es\) of this node take 4 device\(s\) with devices='auto'. .* has 3 cuda"):
+        Trainer(accelerator="cuda", strategy="model_parallel_ddp", num_nodes=2)
+    with pytest.raises(MisconfigurationException, match="'model_parallel' is one process a node, but 2 were started. Start one, or use"):
+        Trainer(accelerator="cpu", strategy="model_parallel", num_nodes=2)
+
+
+def test_a_port_that_is_taken():
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        where = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(MisconfigurationException, match=f"meet .{where}. is taken by another program. Set MASTER_PORT .* --resv-ports"):
+            Dist(World(0, 2, init_method=where)).open()

@@ -17,7 +17,11 @@ FILES = {
 }
 """Dotted name of every module -> its file."""
 
-OPTIONAL = {"yaml", "tqdm.notebook", "IPython", "rich", "torchmetrics", "tensorboard", "torch.utils.tensorboard", "trainer.strategies.sharding"}
+OPTIONAL = {
+    "yaml", "tqdm.notebook", "IPython", "rich", "torchmetrics", "tensorboard", "torch.utils.tensorboard", "trainer.strategies.sharding",
+    "trainer.strategies.schedule", "trainer.strategies.dtensors",
+    "trainer.checkpoint.sharded",
+}  # fmt: skip
 """What a function may import: packages that may be missing or are slow to load."""
 
 OUTSIDE = {"trainer": {"torch", "cloudpickle", "callbacks"}, "callbacks": {"torch", "tqdm", "tensorboard"}}
@@ -25,6 +29,7 @@ FROM_CALLBACKS = {
     "trainer": {"callbacks", "callbacks.callback"},
     "trainer.errors": {"callbacks.errors"},
     "trainer.hooks": {"callbacks.callback"},
+    "trainer.leaving": {"callbacks.checkpoint_files"},
     "trainer.defaults": {"callbacks", "callbacks.callback"},
 }
 

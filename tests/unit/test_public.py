@@ -24,8 +24,10 @@ NAMES = {
         "TrainModule Trainer isolate_rng seed_everything"
     ),
     "callbacks": (
-        "CSVLogger Callback EarlyStopping GradientAccumulationScheduler GradientSync LearningRateMonitor Logger ModelCheckpoint "
-        "ModelSummary ProgressBar SeedEverything TQDMProgressBar TensorBoardLogger"
+        "BackboneFinetuning BaseFinetuning BasePredictionWriter CSVLogger Callback DeviceStatsMonitor EMAWeightAveraging EarlyStopping "
+        "GradientAccumulationScheduler GradientMonitor GradientSync LambdaCallback LearningRateMonitor Logger ModelCheckpoint ModelSummary "
+        "OnExceptionCheckpoint ProgressBar SeedEverything SpikeDetection StragglerMonitor TQDMProgressBar TensorBoardLogger ThroughputMonitor Timer "
+        "WeightAveraging"
     ),
 }
 
@@ -73,6 +75,21 @@ SIGNATURES = {
         "dirpath filename monitor verbose save_last save_top_k save_on_exception save_weights_only mode auto_insert_metric_name every_n_train_steps "
         "train_time_interval every_n_epochs save_on_train_epoch_end enable_version_counter"
     ),
+    callbacks.Timer: "duration interval verbose",
+    callbacks.OnExceptionCheckpoint: "dirpath filename",
+    callbacks.GradientAccumulationScheduler: "scheduling",
+    callbacks.BasePredictionWriter: "write_interval",
+    callbacks.BasePredictionWriter.write_on_batch_end: "trainer prediction batch_indices batch batch_idx dataloader_idx",
+    callbacks.BasePredictionWriter.write_on_epoch_end: "trainer predictions batch_indices",
+    callbacks.BaseFinetuning.unfreeze_and_add_param_group: "modules optimizer lr initial_denom_lr train_bn",
+    callbacks.BackboneFinetuning: (
+        "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr should_align initial_denom_lr train_bn verbose rounding"
+    ),
+    callbacks.ThroughputMonitor: "batch_size_fn length_fn window_size separator",
+    callbacks.DeviceStatsMonitor: "cpu_stats",
+    callbacks.SpikeDetection: "mode window warmup atol rtol exclude_batches_path finite_only",
+    callbacks.WeightAveraging: "device use_buffers avg_fn multi_avg_fn",
+    callbacks.EMAWeightAveraging: "device use_buffers decay update_every_n_steps update_starting_at_step update_starting_at_epoch",
     callbacks.EarlyStopping: (
         "monitor min_delta patience verbose mode strict check_finite stopping_threshold divergence_threshold check_on_train_epoch_end"
     ),

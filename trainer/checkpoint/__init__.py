@@ -7,8 +7,8 @@ from typing import Any
 
 _HOME = {
     "check_plain": "io",
-    "clean": "io",
-    "leftovers": "io",
+    "clean": "temporary",
+    "leftovers": "temporary",
     "load": "io",
     "plain": "io",
     "save": "io",

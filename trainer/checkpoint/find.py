@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import CheckpointError, MisconfigurationException
 
-__all__ = ["resolve"]
+__all__ = ["files", "newest", "resolve"]
 
 
-def resolve(wanted: str | os.PathLike[str] | None, checkpoints: Sequence[Any], folders: Iterable[str]) -> str | None:
+def resolve(
+    wanted: str | os.PathLike[str] | None,
+    checkpoints: Sequence[Any],
+    folders: Iterable[str],
+    damage: Callable[[str], str | None] | None = None,
+) -> str | None:
     """Return the path that `ckpt_path=` stands for, or None to start afresh.
 
     Args:
@@ -20,9 +26,12 @@ def resolve(wanted: str | os.PathLike[str] | None, checkpoints: Sequence[Any], f
             file if there is one); None.
         checkpoints: the trainer's ModelCheckpoints.
         folders: where earlier runs of these settings left their files.
+        damage: says what is wrong with a file; "last" and "auto" then take the newest with which nothing is, and a warning tells of
+            the others. None trusts them all.
 
     Raises:
-        CheckpointError: when the path does not exist, or "last" finds nothing.
+        CheckpointError: when the path does not exist, "last" finds nothing, or all that "last" or "auto" find is damaged: a run that
+            was to go on is not started afresh.
         MisconfigurationException: when "best" is asked for and no ModelCheckpoint has one.
     """
     if wanted is None:
@@ -36,7 +45,7 @@ def resolve(wanted: str | os.PathLike[str] | None, checkpoints: Sequence[Any], f
         return str(best)
     if wanted in ("last", "auto"):
         known = [c.last_model_path for c in checkpoints if getattr(c, "last_model_path", "")]
-        found = newest([*known, *_files(folders)])
+        found = newest([*known, *files(folders)], damage)
         if found is None and wanted == "last":
             raise CheckpointError(f"ckpt_path='last': there is no checkpoint in {', '.join(folders) or 'any folder'}. 'auto' starts afresh then.")
         return found
@@ -45,11 +54,25 @@ def resolve(wanted: str | os.PathLike[str] | None, checkpoints: Sequence[Any], f
     return os.fspath(wanted)
 
 
-def _files(folders: Iterable[str]) -> list[str]:
+def files(folders: Iterable[str]) -> list[str]:
     return [str(file) for folder in folders for file in Path(folder).glob("*.ckpt") if not file.name.startswith(".")]
 
 
-def newest(files: Iterable[str]) -> str | None:
-    """Return the file that was written last, or None."""
-    existing = [file for file in files if os.path.exists(file)]
-    return max(existing, key=lambda file: (os.stat(file).st_mtime_ns, file), default=None)
+def newest(files: Iterable[str], damage: Callable[[str], str | None] | None = None) -> str | None:
+    """Return the file that was written last, of those with which nothing is wrong; None when there are no files.
+
+    Raises:
+        CheckpointError: something is wrong with each of them; what, the message says.
+    """
+    existing = {file: (os.stat(file).st_mtime_ns, file) for file in files if os.path.exists(file)}
+    wrong = []
+    for file in sorted(existing, key=lambda file: existing[file], reverse=True):
+        trouble = damage(file) if damage is not None else None
+        if trouble is None:
+            for line in wrong:
+                warnings.warn(f"The checkpoint {line}. Going on from {file}.", stacklevel=2)
+            return file
+        wrong.append(f"{file} is damaged: {trouble}")
+    if wrong:
+        raise CheckpointError(f"No checkpoint is whole. {'; '.join(wrong)}. Remove them to start afresh.")
+    return None

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
-import platform
 import re
-import secrets
 import sys
-import time
+import threading
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.checkpoint import checksum
+from trainer.checkpoint.temporary import temporary_beside
 from trainer.errors import CheckpointError, nearest
 
-__all__ = ["check_plain", "clean", "leftovers", "load", "plain", "save"]
+__all__ = ["check_plain", "damage", "load", "plain", "save"]
+
+TABLE = "table.ckpt"
+"""The file of a sharded checkpoint, which is a folder, that holds all but the parts of tensors."""
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -31,15 +33,12 @@ _SEQUENCES = (list, tuple, set)
 
 _INT_BITS = 2000  # torch's safe unpickler reads integers of up to 255 bytes
 
-_TEMPORARY = re.compile(r"^\..+\.(?P<pid>\d+)\.(?P<host>[0-9a-f]{8})[0-9a-f]{8}\.tmp$")
-_ABANDONED_S = 24 * 3600.0  # another machine's temporary that nobody wrote to for so long belongs to a dead process
-
 
 def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write `state` to `path` so that a crash, a kill or a full disk leaves the former file or the new one, both whole.
 
     The bytes go to a temporary file in the same folder, are synced to the disk and then renamed over `path`. Parent
-    folders are made. A symbolic link at `path` is replaced; the file it points to stays.
+    folders are made. A symbolic link at `path` is replaced; the file it points to stays. The file ends with a checksum.
 
     Raises:
         CheckpointError: `state` holds something that is not plain (see `check_plain`), `path` is a folder, or the disk is
@@ -49,21 +48,19 @@ def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     check_plain(state)
     if os.path.isdir(path):
         raise CheckpointError(f"Could not save the checkpoint to {path}: it is a folder. Give the name of a file.")
-    temporary = path.with_name(_temporary_name(path.name))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if not isinstance(error, Exception):  # Ctrl-C and the like go through as they are
-            raise
-        raise CheckpointError(f"Could not save the checkpoint to {path}: {_root_cause(error)}") from error
-    _sync_folder(path.parent)
+        make_folder(path.parent)
+        with temporary_beside(path) as temporary:
+            with open(temporary, "xb") as file:
+                writer = checksum.ChecksumWriter(file)
+                torch.save(state, writer)
+                writer.seal()
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except Exception as error:
+        raise CheckpointError(f"Could not save the checkpoint to {path}: {root_cause(error)}") from error
+    sync_folder(path.parent)
 
 
 def load(
@@ -83,13 +80,43 @@ def load(
     path = Path(path)
     if not os.path.isfile(path):
         raise CheckpointError(_missing(path))
+    check = _Check(path)
     try:
+        if not weights_only:
+            check.join()  # bytes that may run are not read before they are known to be those that were written
         state = torch.load(path, map_location=map_location, weights_only=weights_only)
     except Exception as error:
+        check.join()
         raise CheckpointError(_why_unreadable(path, error, weights_only)) from error
+    check.join()
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is no checkpoint: it holds a {type(state).__name__}, not a dictionary.")
     return state
+
+
+class _Check(threading.Thread):
+    """Compares the checksum of a file while its tensors are read; `join` raises a CheckpointError for a damaged file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(name="checksum")
+        self.path, self.found = path, None
+        self.start()
+
+    def run(self) -> None:
+        self.found = damage(self.path)
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join(timeout)
+        if self.found is not None:
+            raise CheckpointError(f"Could not load the checkpoint {self.path}: it is damaged: {self.found}.") from None
+
+
+def damage(path: str | os.PathLike[str]) -> str | None:
+    """Return what is wrong with the bytes of a checkpoint file, or None where nothing is, or nothing can be known (files of others)."""
+    try:
+        return checksum.damage(path)
+    except OSError:  # what cannot be read is no matter of damage: loading says why
+        return None
 
 
 def check_plain(value: Any, where: str = "") -> None:
@@ -165,54 +192,19 @@ def _plain(value: Any, parents: tuple[int, ...]) -> Any:
     return copy
 
 
-def leftovers(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return, in order of name, the temporary files in `folder` whose process died while it saved.
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, where they are not there yet.
 
-    A file of this machine counts when no process has its number any more; one of another machine (a shared disk) when
-    nobody wrote to it for a day.
+    Raises:
+        OSError: it cannot be; one that says what is wrong also where a file has the name.
     """
-    folder = Path(folder)
-    if not os.path.isdir(folder):
-        return []
-    return sorted(file for file in folder.iterdir() if _is_abandoned(file))
-
-
-def clean(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove what `leftovers` finds in `folder`; return what was removed. Files of live processes stay."""
-    removed = []
-    for file in leftovers(folder):
-        with contextlib.suppress(OSError):  # another process may clean as well, or own the file
-            file.unlink()
-            removed.append(file)
-    return removed
-
-
-def _host() -> str:
-    return hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
-
-
-def _temporary_name(name: str) -> str:
-    # Shortened, as a file name has at most 255 bytes. The first half of the random part tells the machine.
-    head = name.encode()[:180].decode(errors="ignore")
-    return f".{head}.{os.getpid()}.{_host()}{secrets.token_hex(4)}.tmp"
-
-
-def _is_abandoned(file: Path) -> bool:
-    match = _TEMPORARY.match(file.name)
-    if match is None:
-        return False
     try:
-        if match["host"] != _host():
-            return time.time() - file.stat().st_mtime > _ABANDONED_S
-        os.kill(int(match["pid"]), 0)  # signal 0 only asks whether the process exists
-    except ProcessLookupError:
-        return True
-    except OSError:  # it exists and is somebody else's, or the file went away meanwhile
-        pass
-    return False
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(folder)) from error
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the rename itself survive a power cut. File systems that cannot sync a folder are let be: the file is whole."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
@@ -222,7 +214,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _root_cause(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     """The system's own words: torch reports a full disk as a wrong position and keeps the OSError as the context."""
     cause: BaseException | None = error
     while cause is not None:
@@ -244,17 +236,18 @@ def _missing(path: Path) -> str:
 def _why_unreadable(path: Path, error: Exception, weights_only: bool) -> str:
     message = f"Could not load the checkpoint {path}: "
     if weights_only:
-        with contextlib.suppress(Exception):  # fails for a file that is no zip archive, which the next lines report
+        names = re.findall(r"GLOBAL ([\w.]+)", str(error))
+        with contextlib.suppress(Exception):  # it fails for a file that is no zip archive, where the error names the first one
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            if names:
-                return (
-                    f"{message}it holds objects that could run code while loading ({', '.join(sorted(names)[:5])}). Pass "
-                    "weights_only=False if you trust where it comes from, or allow these by torch.serialization.add_safe_globals."
-                )
+        if names:
+            return (
+                f"{message}it holds objects that could run code while loading ({', '.join(sorted(names)[:5])}). Pass "
+                "weights_only=False if you trust where it comes from, or allow these by torch.serialization.add_safe_globals."
+            )
     if isinstance(error, (ImportError, AttributeError)):
         return f"{message}a class in it cannot be imported here ({error})."
     if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: torch sought a place before the start
-        return message + _root_cause(error)
+        return message + root_cause(error)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return f"{message}it is damaged, or no file written by torch.save ({first_line})."
 

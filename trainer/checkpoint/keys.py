@@ -9,16 +9,22 @@ from typing import Any
 __all__ = ["plain_keys", "strip_prefixes"]
 
 _WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel and DataParallel; torch.compile
+_ATTRIBUTE = "model."  # a module that only holds the network often calls it so
 
 
 def strip_prefixes(state_dict: Mapping[str, Any], own_keys: Iterable[str]) -> dict[str, Any]:
     """Return `state_dict` with its keys matched to a module's `own_keys`, wherever only wrapper names differ.
 
     Files written from a wrapped model carry `module.` (DDP, DataParallel) or `_orig_mod.` (torch.compile) in their keys.
-    They are taken out, or put in, where that and nothing else makes a key of the module; other keys stay as they are.
+    They are taken out, or put in, where that and nothing else makes a key of the module; other keys stay as they are. So is `model.`,
+    where all keys carry it and none fits with it.
     """
     own = set(own_keys)
     names = {key: key for key in state_dict}
+    if names and not own & set(names) and all(key.startswith(_ATTRIBUTE) for key in names):  # the attribute of somebody's module
+        inner = {key: key.removeprefix(_ATTRIBUTE) for key in names}
+        if {_unwrapped(key) for key in own} & {_unwrapped(key) for key in inner.values()}:
+            names = inner
     for prefix in _common_prefixes(names):
         if all(key.startswith(prefix) for key in own):
             break

@@ -84,7 +84,7 @@ def check_format(table: Mapping[str, Any], path: Any) -> None:
 
 
 def progress_of(table: Mapping[str, Any]) -> Progress:
-    """Return the counters of a checkpoint; of a file by Lightning the epoch counts as ended."""
+    """Return the counters of a checkpoint; in a file of others that has but a few the epoch counts as ended."""
     progress = Progress()
     if "progress" in table:
         progress.load_state_dict(table["progress"])
@@ -117,12 +117,14 @@ def callback_keys(callbacks: Sequence[Any]) -> dict[str, Any]:
     return keys
 
 
-def restore_callbacks(callbacks: Sequence[Any], table: Mapping[str, Any]) -> None:
-    """Give each callback the state that was saved under its key, or under its class name by Lightning."""
+def restore_callbacks(callbacks: Sequence[Any], table: Mapping[str, Any]) -> list[str]:
+    """Give each callback the state that was saved under its key; return the keys of states that nobody took."""
     saved = table.get("callbacks") or {}
-    for key, callback in callback_keys(callbacks).items():
+    keys = callback_keys(callbacks)
+    for key, callback in keys.items():
         if key in saved:
             callback.load_state_dict(saved[key])
+    return [key for key in saved if key not in keys]
 
 
 def restore_training(

@@ -52,6 +52,13 @@ class Epoch:
         """Where a run that stops after the last group (or batch) handed out goes on: plain containers and numbers."""
         raise NotImplementedError
 
+    def entries(self, back: int) -> list[Any] | None:
+        """Return the entries of the data set in this rank's batch `back` places before the end of what was handed out (1: the last).
+
+        None where they are not known: iterables, batches without a sampler, combined loaders.
+        """
+        return None
+
     def groups(self, accumulate: int) -> Iterator[Group]:
         """Yield the groups of `accumulate` batches each (the last may be shorter).
 
@@ -75,6 +82,8 @@ class ExactEpoch(Epoch):
     """A pass whose batches, and their sizes on every rank, follow from an order and a `Cut`. No look-ahead, no collective."""
 
     takes_ahead = True
+    look_up: Callable[[int], list[Any]] | None = None
+    """Set by the source: the entries of the n-th batch of the pass on this rank."""
 
     def __init__(
         self, cut: Cut, open_: Callable[[], Iterator[Any]], key: str, scale: int, sized: bool, keep_workers: bool
@@ -87,6 +96,9 @@ class ExactEpoch(Epoch):
     @property
     def position(self) -> dict[str, Any]:
         return {self._key: self.cut.used(self._done) * self._scale}
+
+    def entries(self, back: int) -> list[Any] | None:
+        return None if self.look_up is None else self.look_up(self._done - back)
 
     def groups(self, accumulate: int) -> Iterator[Group]:
         total, cut = self.remaining, self.cut

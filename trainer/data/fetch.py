@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from trainer.data.order import Order
 from trainer.data.purity import never_draws
 from trainer.data.shard import Cut
 from trainer.seed import derive, seed_rngs
+from trainer.signals import ENDING
 
 __all__ = ["MapFetch", "end_kept_workers", "end_workers", "guarded", "read", "rebuild", "straight", "tensor_batches"]
 
@@ -143,6 +145,9 @@ class Items:
 class WorkerInit:
     """Show a worker's code the user's data set in `get_worker_info().dataset`, then run the user's `worker_init_fn`.
 
+    SIGTERM and SIGUSR1 do nothing to a worker: Slurm, or who signals a process group, sends them to all, and the rank still needs its
+    workers up to the boundary at which it saves. They end with the rank. (A handler, for what is ignored stays so in programs they start.)
+
     What a forked worker inherits is never collected there: among it may be garbage of the rank (a process group, a DDP wrapper of
     an earlier fit) whose destructor waits for threads that only the rank has.
     """
@@ -155,10 +160,17 @@ class WorkerInit:
         gc.freeze()
         if self.collects:
             gc.enable()
+        for number in ENDING:
+            signal.signal(number, _nothing)
+            signal.siginterrupt(number, False)
         info = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses plain assignment
         if self.function is not None:
             self.function(worker_id)
+
+
+def _nothing(number: int, frame: Any) -> None:
+    """The handler of a signal that is not for this process."""
 
 
 def identity(value: Any) -> Any:
@@ -213,10 +225,13 @@ def _start_workers(loader: DataLoader) -> Iterator[Any]:
         loader.worker_init_fn.collects = collects
     gc.disable()
     try:
-        return iter(loader)
+        iterator = iter(loader)
     finally:
         if collects:
             gc.enable()
+    for worker in getattr(iterator, "_workers", ()):  # they do not hear SIGTERM, torch's last means to end one that does not come to an end
+        worker._popen.terminate = worker._popen.kill
+    return iterator
 
 
 def end_workers(iterator: Any) -> None:

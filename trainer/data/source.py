@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,8 @@ class Source:
         Raises:
             DataError: when `position` belongs to another kind of loader.
         """
+        if position and "rank_batches" in position:
+            position = self._after(position["rank_batches"])
         epoch, prefix = self._named(epoch, cycle)
         made = self._epoch(epoch, position or {}, prefix)
         self._live.add(made)
@@ -88,6 +90,15 @@ class Source:
         """End every pass and all worker processes, persistent ones too. May be called twice."""
         for epoch in list(self._live):
             epoch.close()
+
+    def _after(self, batches: int) -> dict[str, Any]:
+        """Return the position after so many batches of every rank, which is all that files of others tell."""
+        warnings.warn(
+            f"The checkpoint was made after {batches} batches of an epoch by another program, and {self.name} cannot be positioned there: its "
+            "data begin anew.",
+            stacklevel=2,
+        )
+        return {}
 
     def _joining(self, position: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of an `OpenEpoch` that make ranks go on until the last has no data; none where they stop together."""
@@ -233,6 +244,9 @@ class MapSource(Source):
             return agreed_minimum(entries, spec.agree)
         return entries
 
+    def _after(self, batches: int) -> dict[str, Any]:
+        return {self._key: batches * self._batch * self.spec.world}
+
     def _cut(self, entries: int, start: int) -> Cut:
         spec = self.spec
         rank, world = (0, 1) if self._own else (spec.rank, spec.world)
@@ -251,7 +265,15 @@ class MapSource(Source):
             order = make_order(self._sampler, self.spec.seed, prefix, epoch, self._initial)
         cut = self._cut(self._shared(len(order)), start)
         keep = self._loader is not None and self._loader.persistent_workers
-        return ExactEpoch(cut, lambda: self._open(order, cut, prefix), self._key, scale, self._entry == "sample", keep)
+        made = ExactEpoch(cut, lambda: self._open(order, cut, prefix), self._key, scale, self._entry == "sample", keep)
+        made.look_up = lambda number: self._entries(order, cut, number)
+        return made
+
+    def _entries(self, order: Order, cut: Cut, number: int) -> list[Any]:
+        """Return the entries of batch `number` of a pass, as the sampler gives them."""
+        part = order[slice(*next(replace(cut, start=cut.start + number * cut.round).spans()))]
+        found = part.tolist() if isinstance(part, torch.Tensor) else list(part)
+        return list(found[0]) if self._entry == "indices" else found
 
     def _open(self, order: Order, cut: Cut, prefix: str) -> Iterator[Any]:
         loader, tensors = self._loader, self._fetch.tensors

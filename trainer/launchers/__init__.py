@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "ForkLauncher": "fork",
     "InProcessLauncher": "base",
     "Launcher": "base",
     "LocalLauncher": "local",
@@ -16,6 +17,7 @@ _HOME = {
     "SlurmLauncher": "environment",
     "TorchrunLauncher": "environment",
     "detect": "environment",
+    "unforkable": "fork",
 }
 
 __all__ = sorted(_HOME)

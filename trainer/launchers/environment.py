@@ -14,7 +14,7 @@ from trainer.errors import MisconfigurationException, nearest
 from trainer.launchers.base import InProcessLauncher, Launcher
 from trainer.world import World
 
-__all__ = ["SlurmLauncher", "TorchrunLauncher", "detect"]
+__all__ = ["SlurmLauncher", "TorchrunLauncher", "detect", "gpu_order", "inside_rank"]
 
 T = TypeVar("T")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -144,6 +144,16 @@ def detect(requested: str | bool | Launcher | None = None) -> Launcher | None:
             f"unknown launcher {requested!r}; choose one of {', '.join(names)}.{nearest(str(requested), names)}"
         )
     return _DETECTED[str(requested)]()
+
+
+def inside_rank() -> bool:
+    """Return whether somebody started this process as one of several, also where that is to be ignored."""
+    return any(kind.found() for kind in _DETECTED.values())
+
+
+def gpu_order() -> tuple[str | None, bool]:
+    """Return which GPUs this process may see (CUDA_VISIBLE_DEVICES; None for all), and whether CUDA counts them by their slots."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None, low: int = 0, high: int | None = None) -> int:

@@ -17,7 +17,8 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -28,16 +29,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainer.errors import MisconfigurationException, SIGTERMException
 from trainer.launchers import bulk
 from trainer.launchers.base import Launcher, ProcessError
-from trainer.launchers.rendezvous import BACKEND
-from trainer.launchers.supervisor import Event, Supervisor, socket_path
+from trainer.launchers.blame import culprit
+from trainer.launchers.rendezvous import BACKEND, checks
+from trainer.launchers.supervisor import Event, RankLeft, Supervisor, socket_path
 from trainer.launchers.transport import Report, dumps, loads
+from trainer.signals import ENDING, caught_natively
 from trainer.world import World
 
 __all__ = ["LocalLauncher"]
 
 T = TypeVar("T")
 _WORKER = Path(__file__).with_name("worker.py")
-_SIGNALS = ("SIGTERM", "SIGINT")  # passed on to the ranks; any other that ends the launcher ends them through their line
+GRACE_S = 30.0
 _SOCKET_PATH_LIMIT = 100  # bytes; the systems' own limits are 104 and 108
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
@@ -49,14 +52,24 @@ class LocalLauncher(Launcher):
     start in the caller's working directory with its import path and environment, and print where the caller prints. They share
     the machine's cores: OMP_NUM_THREADS is set to cores / processes (at least 1) where it is unset, so that CPU training uses
     the whole machine and no core twice; torchrun's value, 1, would leave the rest idle. All sockets are bound to loopback.
+
+    SIGTERM is passed on to the ranks, and so is SIGUSR1 to those of a fit, which save at the coming boundary; whatever else ends this
+    process ends them at once.
+
+    Args:
+        num_processes: how many ranks.
+        grace_s: for how long (seconds) ranks that were told to end may take for it, a save included; then they are killed.
     """
 
     name = "local"
+    _start_method = "spawn"  # of a function as entry; a program is started anew
 
-    def __init__(self, num_processes: int) -> None:
+    def __init__(self, num_processes: int, grace_s: float = GRACE_S) -> None:
         if num_processes < 1:
             raise MisconfigurationException(f"the local launcher needs at least 1 process, got {num_processes}.")
-        self.num_processes = num_processes
+        if grace_s < 0:
+            raise MisconfigurationException(f"LocalLauncher(grace_s={grace_s}) must be a number of seconds >= 0.")
+        self.num_processes, self.grace_s = num_processes, grace_s
 
     def check(self, processes_per_node: int | None = None, num_nodes: int | None = None) -> None:
         """The processes are ours to make, on this one machine (see `Launcher.check`)."""
@@ -84,29 +97,45 @@ class LocalLauncher(Launcher):
         try:
             payload = dumps(task, apart)
         except Exception as error:
+            where = culprit(task, fails=_cannot_travel)
             raise MisconfigurationException(
-                f"the task cannot be sent to the ranks: {error}. Make open files, locks and handles in `setup` or another hook "
-                "of the run, or drop them in `__getstate__`."
+                f"the task cannot be sent to the ranks: {error}{f'; it is {where}' if where else ''}. Make open files, locks and handles in "
+                "`setup` or another hook of the run, or drop them in `__getstate__`."
             ) from error
+
+        def program(folder: str) -> tuple[Any, ...]:
+            Path(folder, "filters").write_bytes(dumps(list(warnings.filters)))
+            _write_start(folder, self.num_processes)
+            bulk.write(os.path.join(folder, "task"), payload, apart)
+            return sys.executable, str(_WORKER), folder
+
+        return self._launch(task, program, bulk.base_folder(apart.size))
+
+    def _launch(self, task: Any, program: Callable[[str], tuple[Any, ...]], base: str | None = None) -> Any:
+        """Start what `program(folder)` names (an executable or a function, and its arguments) as the ranks of `task`."""
         try:
-            with _private_folder(bulk.base_folder(apart.size)) as folder, _ParentState():
-                _write_start(folder, self.num_processes)
-                bulk.write(os.path.join(folder, "task"), payload, apart)
-                failure = self._run(folder)
+            with _private_folder(base) as folder, _ParentState(getattr(task, "saves_on", ())):
+                failure = self._run(folder, *program(folder))
                 if failure is None:
                     return _result(folder)
         except SignalException as error:  # torchelastic's; its ranks have got the signal and ended
             failure = _stopped_by(error.sigval)
         raise failure from None
 
-    def _run(self, folder: str) -> BaseException | None:
+    def _run(self, folder: str, entry: Any, *args: Any) -> BaseException | None:
         """Start the ranks and wait for all to end; return the exception to raise, if any."""
         exits: dict[int, int] = {}
         with Supervisor(folder, self.num_processes) as supervisor:
+            config = self._config(folder)
+            checks[config.run_id] = supervisor.check
             try:
-                elastic_launch(self._config(folder), sys.executable)(str(_WORKER), folder)
+                elastic_launch(config, entry)(*args)
+            except RankLeft:
+                pass
             except ChildFailedError as error:
                 exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            finally:
+                del checks[config.run_id]
         chosen = _first_failure(supervisor.events, supervisor.killed, exits)
         return None if chosen is None else _exception(folder, chosen, supervisor.events, exits)
 
@@ -120,12 +149,22 @@ class LocalLauncher(Launcher):
             "local_addr": "127.0.0.1",
             "max_restarts": 0,
             "monitor_interval": 0.05,
+            "start_method": self._start_method,
             "logs_specs": DefaultLogsSpecs(log_dir=os.path.join(folder, "elastic")),
+            "shutdown_timeout": max(1, round(self.grace_s)),
             # A signal that the caller ignores (nohup, a shell's background job) stays ignored.
-            "signals_to_handle": ",".join(s for s in _SIGNALS if signal.getsignal(getattr(signal, s)) != signal.SIG_IGN),
+            "signals_to_handle": "SIGINT" if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else "",
         }
-        known = {field.name for field in dataclasses.fields(LaunchConfig)}  # signals_to_handle is younger than torch 2.9
+        known = {field.name for field in dataclasses.fields(LaunchConfig)}  # the last two are younger than torch 2.9
         return LaunchConfig(**{name: value for name, value in wanted.items() if name in known})
+
+
+def _cannot_travel(value: Any) -> bool:
+    try:
+        dumps(value, bulk.Apart())
+    except Exception:
+        return True
+    return False
 
 
 def _result(folder: str) -> Any:
@@ -139,13 +178,14 @@ def _result(folder: str) -> Any:
 def _stopped_by(number: signal.Signals) -> BaseException:
     if number == signal.SIGINT:
         return KeyboardInterrupt()
-    return SIGTERMException() if number == signal.SIGTERM else SystemExit(128 + number)
+    return SIGTERMException() if number in ENDING else SystemExit(128 + number)
 
 
 def _first_failure(events: list[Event], killed: set[int], exits: dict[int, int]) -> Event | None:
     """Choose the failure to tell: the first that is not the consequence of another."""
     for event in events:
-        consequence = event.rank in killed or (exits.get(event.rank) == -signal.SIGTERM and event is not events[0])
+        stopped = event.after_end and exits.get(event.rank, -signal.SIGTERM) == -signal.SIGTERM
+        consequence = event.rank in killed or stopped
         if event.kind != "victim" and not (event.kind == "died" and consequence):
             return event
     if events:
@@ -161,7 +201,7 @@ def _exception(folder: str, event: Event, events: list[Event], exits: dict[int, 
     for other in events:
         path = Path(folder, f"report.{other.rank}")
         if other is not event and path.exists():
-            others.append(f"rank {other.rank}: {loads(path.read_bytes()).summary}")
+            others.append(loads(path.read_bytes()).line)
     error = report.exception(others)
     if isinstance(error, SystemExit) and not error.code:  # success for a program, not for a rank that others wait for
         return ProcessError(f"rank {event.rank} left the run by sys.exit().")
@@ -179,17 +219,21 @@ def _death(rank: int, code: int) -> str:
 def _write_start(folder: str, num_processes: int) -> None:
     """Store what the ranks need before and after they can load torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     start = {
         "path": [entry for entry in sys.path if isinstance(entry, str)],
         "argv": sys.argv,
         "environment": {
             "OMP_NUM_THREADS": str(max(1, cores // num_processes)),
-            "GLOO_SOCKET_IFNAME": loopback,
-            "NCCL_SOCKET_IFNAME": loopback,
+            **loopback(),
         },
     }
     Path(folder, "start.json").write_text(json.dumps(start), encoding="utf-8")
+
+
+def loopback() -> dict[str, str]:
+    """Variables that keep the ranks of one machine on its loopback interface."""
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 @contextlib.contextmanager
@@ -206,7 +250,7 @@ def _private_folder(base: str | None = None) -> Iterator[str]:
 
 
 class _ParentState:
-    """What torchelastic changes in this process, put back: signal handlers and a variable; and its loggers, silent meanwhile.
+    """What a launch changes in this process, put back: signal handlers and a variable; and torchelastic's loggers, silent meanwhile.
 
     They warn of each rank that is stopped, and report events as they happen; the exception that is raised says what matters.
 
@@ -217,6 +261,10 @@ class _ParentState:
     _users = 0
     _variable: str | None = None
     _silenced: ClassVar[list[logging.Logger]] = []
+
+    def __init__(self, saves_on: Iterable[str] = ()) -> None:
+        self._passed = [getattr(signal, name) for name in ("SIGTERM", *saves_on) if hasattr(signal, name)]
+        self._told = False
 
     def __enter__(self) -> None:
         sys.stdout.flush()  # the ranks write to the same streams
@@ -229,9 +277,22 @@ class _ParentState:
                 for logger in cls._silenced:
                     logger.disabled = True
             cls._users += 1
-        signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+        signals = [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *self._passed]
         on_main = threading.current_thread() is threading.main_thread()  # elsewhere torchelastic installs no handlers
         self._handlers = {number: signal.getsignal(number) for number in signals} if on_main else {}
+        for number, handler in self._handlers.items():
+            foreign = handler is signal.SIG_DFL and caught_natively(number)
+            if number in self._passed and handler not in (None, signal.SIG_IGN) and not foreign:
+                signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, frame: Any) -> None:
+        """Let torchelastic tell the ranks, once: while they save, another signal must not cut that short."""
+        handler = self._handlers[number]
+        if callable(handler):
+            handler(number, frame)
+        if not self._told:
+            self._told = True
+            raise SignalException(f"signal {number}", sigval=signal.Signals(number))
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._handlers.items():
@@ -249,6 +310,7 @@ class _ParentState:
 
 
 def _elastic_loggers() -> list[logging.Logger]:
-    """torchelastic's loggers; some have a level of their own, so silencing their parent would not do."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    """torchelastic's loggers, and that of the module it forks with; some have a level of their own, so silencing their parent would not do."""
+    prefixes = ("torch.distributed.elastic", "torch.multiprocessing")
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
     return [logging.getLogger(name) for name in (*names, "torchelastic-events-null")]

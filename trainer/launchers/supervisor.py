@@ -17,7 +17,7 @@ import time
 import weakref
 from dataclasses import dataclass, field
 
-__all__ = ["Line", "Supervisor", "socket_path"]
+__all__ = ["Line", "RankLeft", "Supervisor", "socket_path"]
 
 _RELEASE = b"r"
 # After the first failure: how long the other ranks may live, and how long the failed rank waits for their word before it ends
@@ -58,6 +58,11 @@ class Event:
 
     rank: int
     kind: str
+    after_end: bool = False  # another rank that had failed had ended, or was free to, which makes torchelastic stop this one
+
+
+class RankLeft(Exception):
+    """Ends a launch that would wait for a rank that is gone."""
 
 
 @dataclass
@@ -77,6 +82,8 @@ class Supervisor:
         self._ranks: list[_Rank] = []
         self._kill_at: float | None = None
         self._closing = False
+        self._one_ended = False
+        self._silent_since: float | None = None
         for one in (self._listener, self._wake, self._waker):
             _open_sockets.add(one)
         self._selector = selectors.DefaultSelector()
@@ -99,6 +106,15 @@ class Supervisor:
         self._selector.close()
         _reap(pids)
 
+    def check(self) -> None:
+        """Called by torchelastic while, as far as it knows, all is well: it misses a forked rank that leaves with exit code 0.
+
+        Raises:
+            RankLeft: a rank left without a word, a second ago or more.
+        """
+        if self._silent_since is not None and time.monotonic() > self._silent_since + 1.0:
+            raise RankLeft
+
     def _run(self) -> None:
         while not self._closing:
             for key, _ in self._selector.select(self._pause()):
@@ -118,6 +134,7 @@ class Supervisor:
         for rank in self._ranks:
             if rank.release_at is not None and rank.release_at <= now:
                 rank.release_at = None
+                self._one_ended = True
                 with contextlib.suppress(OSError):
                     rank.connection.send(_RELEASE)
         if self._kill_at is not None and self._kill_at <= now:
@@ -158,11 +175,13 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)  # its data workers: they would notice only after seconds
         if rank.said == "":
+            self._silent_since = self._silent_since or time.monotonic()
             self._failed(rank, "died")
+        self._one_ended |= rank.said != "done"
         self._release_when_all_spoke()
 
     def _failed(self, rank: _Rank, kind: str) -> None:
-        self.events.append(Event(rank.rank, kind))
+        self.events.append(Event(rank.rank, kind, self._one_ended))
         now = time.monotonic()
         life, wait = _LIMITS_S[kind]
         self._kill_at = now + life if self._kill_at is None else min(self._kill_at, now + life)

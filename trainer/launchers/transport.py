@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
 import traceback
 import types
 from collections import ChainMap
@@ -20,7 +21,7 @@ import torch.distributed
 from trainer.errors import SIGTERMException, StallError
 from trainer.launchers import bulk
 
-__all__ = ["Report", "dumps", "loads", "pickle_error", "write_whole"]
+__all__ = ["Report", "dumps", "loads", "pickle_error", "share_classes", "write_whole"]
 
 _CODE = cloudpickle.Pickler.dispatch_table[types.CodeType]
 
@@ -34,6 +35,23 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
 
 class _Pickler(cloudpickle.Pickler):
     dispatch_table = ChainMap({types.CodeType: _reduce_code, **bulk.REDUCERS}, cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and obj in _SHARED:
+            return obj.__qualname__
+        return super().reducer_override(obj)
+
+
+_SHARED: set[type] = set()
+
+
+def share_classes() -> None:
+    """In a copy of the launching process: send classes of the main script by name, as that process has them too.
+
+    By value it would get other classes, and `except MyError` around `fit` would not catch the error of a rank.
+    """
+    found = vars(sys.modules["__main__"]).items()
+    _SHARED.update(value for name, value in found if isinstance(value, type) and (value.__module__, value.__qualname__) == ("__main__", name))
 
 
 def dumps(value: Any, apart: bulk.Apart | None = None) -> bytes:
@@ -72,6 +90,12 @@ class Report:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
         return cls(rank, _kind(error), summary, text, pickle_error(error))
+
+    @property
+    def line(self) -> str:
+        """What to say of it beside another rank's error: that a connection broke is then no news."""
+        told = f"{self.summary.partition(':')[0]}, since its connection to another rank broke" if self.kind == "victim" else self.summary
+        return f"rank {self.rank}: {told}"
 
     def exception(self, others: list[str]) -> BaseException:
         """The exception to raise in the launching process: of the original type, with rank and traceback shown last.

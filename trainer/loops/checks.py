@@ -6,7 +6,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from trainer.errors import MisconfigurationException, nearest
-from trainer.hooks import overrides
+from trainer.hooks import CALLBACK_HOOKS, overrides
 from trainer.module import TrainModule
 
 __all__ = ["check_monitors"]
@@ -45,7 +45,9 @@ def check_monitors(run: Any) -> None:
 def _may_come_later(run: Any) -> bool:
     unseen = run.loaders.has("validate") and not run.sanity_checked
     late = any(overrides(run.module, TrainModule, name) for name in _MAY_LOG_LATER if not _seen(run, name))
-    foreign = any(not type(c).__module__.startswith("callbacks.") for c in run.callbacks)
+    foreign = any(
+        c.publishes or not type(c).__module__.startswith("callbacks.") or not CALLBACK_HOOKS.isdisjoint(vars(c)) for c in run.callbacks
+    )
     return unseen or late or foreign
 
 

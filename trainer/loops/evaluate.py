@@ -11,10 +11,10 @@ import torch
 
 from trainer.errors import MisconfigurationException
 from trainer.loops.transfer import copy_ahead, receive, takes_index
-from trainer.metrics import Collector, Published
-from trainer.seed import isolate_rng
+from trainer.metrics import Published
+from trainer.seed import isolate_rng, rng_state, set_rng_state
 
-__all__ = ["evaluate", "modes_kept", "outputs", "sanity_check", "validate", "validation_due", "validation_interval"]
+__all__ = ["evaluate", "modes_kept", "outputs", "sanity_check", "validate", "validate_late", "validation_due", "validation_interval"]
 
 _WORD = {"validate": "validation", "sanity_check": "validation", "test": "test"}
 
@@ -72,14 +72,34 @@ def validation_interval(run: Any, source: Any) -> int:
 
 
 def validate(run: Any) -> None:
-    """Validate inside a fit: the state of training is the same before and after. Collective."""
+    """Validate inside a fit: the state of training is the same before and after. Collective.
+
+    Raises:
+        SIGTERMException: a signal cut it short; what it had done is thrown away, and the resumed run does it anew.
+    """
     stage, run.stage = run.stage, "validate"
-    collector = run.collector
+    collector, streams = run.collector, rng_state()
     try:
-        _pass(run, "validate")
+        whole = _pass(run, "validate") is not None
     finally:
         run.stage, run.collector = stage, collector
         torch.set_grad_enabled(True)
+    if not whole:
+        set_rng_state(streams)
+        run.progress.validation_owed = 2 if run.last_group else 1
+        run.whole = True
+        run.heed(run.notice.bits)
+
+
+def validate_late(run: Any) -> bool:
+    """Do the validation that a signal cut short in the run before; return False when the fit is over with that. Collective."""
+    p = run.progress
+    run.step_id = run.published_step = p.step
+    run.whole, run.last_group, p.validation_owed = False, p.validation_owed == 2, 0
+    validate(run)
+    if not run.last_group:
+        run.boundary()
+    return not run.done
 
 
 def sanity_check(run: Any) -> None:
@@ -93,7 +113,7 @@ def sanity_check(run: Any) -> None:
     with isolate_rng():
         run.hooks.call("on_sanity_check_start")
         try:
-            published = _pass(run, "sanity_check", limit=None if n == -1 else n)
+            published = _pass(run, "sanity_check", limit=None if n == -1 else n) or Published()
         finally:
             run.stage, run.collector = stage, collector
         run.known_names.update(published.callback)
@@ -102,23 +122,27 @@ def sanity_check(run: Any) -> None:
     run.sanity_checked = True
 
 
-def _pass(run: Any, stage: str, limit: int | None = None) -> Published:
-    """One pass over all loaders of a stage."""
+def _pass(run: Any, stage: str, limit: int | None = None) -> Published | None:
+    """One pass over all loaders of a stage; None when a signal cut it short."""
     word, hooks = _WORD[stage], run.hooks
     if run.fn == "fit" and stage == "validate":
         hooks.call("on_validation_model_zero_grad")
     sources = run.loaders.sources("validate" if stage == "sanity_check" else stage)
-    run.collector = Collector(run.dist, run.module.get_submodule)
+    run.collector = run.new_collector()
     run.strategy.sync_buffers()
     with run.strategy.evaluating(), modes_kept(run.module), torch.inference_mode(run.settings.inference_mode), torch.no_grad():
         hooks.call(f"on_{word}_model_eval")
         hooks.call(f"on_{word}_start")
         hooks.call(f"on_{word}_epoch_start")
         for index, source in enumerate(sources):
+            if index and leaves(run):
+                break
             run.recorder.loader = index if len(sources) > 1 else None
             for _ in outputs(run, word, source, index, len(sources) > 1, limit):
                 pass
         run.recorder.loader = None
+        if run.fn == "fit" and stage == "validate" and run.dist.union(run.notice.bits if leaves(run) else 0):
+            return None
         show_epoch(run, f"on_{word}_epoch_end")
         hooks.call(f"on_{word}_epoch_end")
         published = run.collector.publish_step().join(run.collector.publish_epoch())
@@ -127,6 +151,14 @@ def _pass(run: Any, stage: str, limit: int | None = None) -> Published:
         hooks.call(f"on_{word}_end")
     hooks.call(f"on_{word}_model_train")
     return published
+
+
+def leaves(run: Any) -> bool:
+    """True when this rank has got a signal, and may leave the batches of a validation early.
+
+    No other rank waits for it there, as ranks have different numbers of batches anyway; all meet behind the last one, where they agree.
+    """
+    return run.notice.bits != 0 and not run.whole_validation
 
 
 def show_epoch(run: Any, hook: str) -> None:
@@ -140,10 +172,10 @@ def outputs(run: Any, word: str, source: Any, index: int, several: bool, limit: 
     hooks, name = run.hooks, f"{word}_step"
     step = step_caller(run.strategy.step(name), several, index)
     hears_start, hears_end = hooks.used(f"on_{word}_batch_start"), hooks.used(f"on_{word}_batch_end")
-    passing = source.epoch(run.progress.epoch if run.fn == "fit" else 0)
+    passing = run.evaluated = source.epoch(run.progress.epoch if run.fn == "fit" else 0)
     copy_ahead(run, passing)
     for i, batch in enumerate(passing.batches()):
-        if limit is not None and i >= limit:
+        if (limit is not None and i >= limit) or (i and leaves(run)):
             break
         batch, run.recorder.place = receive(run, batch, None, index), (index, i)
         if hears_start:

@@ -13,7 +13,9 @@ import torch
 
 from trainer.errors import DataError
 from trainer.hooks import overrides
-from trainer.loops.evaluate import sanity_check, show_epoch, validate, validation_due, validation_interval
+from trainer.loops.evaluate import sanity_check, show_epoch, validate, validate_late, validation_due, validation_interval
+from trainer.loops.guard import Guard, guarded_step
+from trainer.loops.staged import staged
 from trainer.loops.step import (
     closure_step,
     count_step,
@@ -36,16 +38,20 @@ def fit(run: Any) -> None:
         run.leave()
         run.strategy.sync_module()  # the module is the same on every rank, as in a checkpoint
         run.hooks.call("on_train_end")
+    run.finish_saves()
     run.hooks.call("on_fit_end")
 
 
 def train_epoch(run: Any) -> None:
     """Train one epoch, or what is left of one that is resumed in its middle. Collective."""
-    for group in begin_epoch(run).groups(run.accumulate):
+    groups = begin_epoch(run).groups(run.accumulate)
+    if run.progress.validation_owed and not validate_late(run):
+        return
+    for group in groups:
         train_step(run, group)
         if run.skip_epoch:
             break
-        if publish_due(run, group):
+        if run.publishes():
             run.publish_step()
         if validation_due(run, group):
             validate(run)
@@ -63,26 +69,20 @@ def train_epoch(run: Any) -> None:
 def train_step(run: Any, group: Any) -> None:
     """Take one optimizer step from the batches of `group`. Collective."""
     run.step_id, run.whole, run.last_group = run.progress.step + 1, False, group.last
-    if run.manual or run.by_closure:
-        return (manual_step if run.manual else closure_step)(run, group)
+    if run.other_step is not None:
+        return run.other_step(run, group)
     window, last, first_index = Window(group), group.size - 1, run.progress.batch
     for i, batch in enumerate(group.batches):
         batch = receive(run, batch, window.samples(i))
         index = first_index + i
         if run.hears_start and refused(run, batch, index):
             return
-        output = forward_backward(run, window, i, batch, index)
+        output = run.compute(run, window, i, batch, index)
         if i == last:
             optimizer_step(run, window)
             count_step(run, group)
         if run.hears_end:
             run.hooks.call("on_train_batch_end", outputs_of(output), batch, index)
-
-
-def publish_due(run: Any, group: Any) -> bool:
-    """Numbers are published every `log_every_n_steps`, and at the last step of an epoch or of the fit."""
-    n, step = run.settings.log_every_n_steps, run.progress.step
-    return bool(n) and (step % n == 0 or group.last or step == run.settings.max_steps)
 
 
 # -- beginning and ending ------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def publish_due(run: Any, group: Any) -> bool:
 def begin(run: Any) -> bool:
     """Everything between `on_fit_start` and the first epoch; False when there is nothing to do."""
     limit = run.limit_reached()
-    if limit is not None:
+    if limit is not None and not run.progress.validation_owed:
         value = getattr(run.settings, limit)
         run.trainer.warn(f"Nothing to do: {limit}={value} is already reached. Raise it (trainer.{limit} = ...) to train on.")
         return False
@@ -99,16 +99,24 @@ def begin(run: Any) -> bool:
         run.trainer.warn("Nothing to do: limit_train_batches=0 leaves no batch to train on.")
         return False
     run.training_step = step_caller(run)
+    run.compute = forward_backward if run.strategy.pipeline is None else staged
+    run.other_step = manual_step if run.manual else closure_step if run.by_closure else None
+    if run.guarded:
+        run.guard, run.other_step = Guard(run), guarded_step
     run.validates = run.can_validate()
     if not run.validates and overrides(run.module, TrainModule, "validation_step") and run.settings.limits["validate"] != 0:
         run.trainer.warn("There is a validation_step but no validation loader (val_dataloader, val_dataloaders=): nothing is validated.")
+    # What a user's hook does at the start of a validation, another may have to undo at its end (averaged weights, say).
+    run.whole_validation |= run.hooks.foreign("on_validation_start") or run.hooks.foreign("on_validation_epoch_start")
     sanity_check(run)
     run.loaders.sources("train")  # a loader that cannot work is refused ahead of on_train_start
     if not any(m.training for m in run.module.modules()):
         run.trainer.warn("Every layer of the module is in eval mode, and stays so in training. Call model.train() if not meant.")
     torch.set_grad_enabled(True)
+    run.notice.waits = True
     run.started = time.monotonic()  # max_time is for training, not for setting up
     run.hooks.call("on_train_start")
+    run.done = run.dist.agree(run.should_stop) and run.may_stop()  # a hook of the beginning does not want to begin
     return True
 
 
@@ -131,6 +139,10 @@ def begin_epoch(run: Any) -> Any:
     if fresh:
         run.restore_streams()
     run.hooks.call("on_train_epoch_start")
+    if run.rewrap:
+        run.rewrap, run.training_step = False, None
+        run.strategy.wrap(training=True)
+        run.training_step = step_caller(run)
     run.val_every = validation_interval(run, source)
     run.epoch_pass = source.epoch(p.epoch, run.position)
     copy_ahead(run, run.epoch_pass)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from trainer.checkpoint import io, state
 from trainer.datamodule import DataModule
 from trainer.errors import MisconfigurationException
@@ -33,9 +35,11 @@ def check_job(job: Any, saves: bool) -> None:
     if not isinstance(module, TrainModule):
         if isinstance(getattr(module, "_orig_mod", None), TrainModule):
             raise MisconfigurationException("torch.compile(module) hides the TrainModule; call module.compile() in its place, and pass module.")
-        raise MisconfigurationException(f"trainer.{fn} takes a TrainModule; got {type(module).__module__}.{type(module).__qualname__}.")
+        if any(isinstance(given, TrainModule) for given in (*job.loaders.values(), job.datamodule)):
+            raise MisconfigurationException(f"trainer.{fn} takes the module first, then the data: trainer.{fn}(module, loader).")
+        raise MisconfigurationException(f"trainer.{fn} takes a TrainModule; got {_kind(module)}.")
     if job.datamodule is not None and not isinstance(job.datamodule, DataModule):
-        raise MisconfigurationException(f"datamodule must be a DataModule; got {type(job.datamodule).__name__}.")
+        raise MisconfigurationException(f"datamodule must be a DataModule; got {_kind(job.datamodule)}.")
     check_module(module)
     _needs_methods(module, fn)
     _needs_loader(job)
@@ -43,6 +47,13 @@ def check_job(job: Any, saves: bool) -> None:
         _matching_validation(job)
         if saves:
             _plain_hparams(job)
+
+
+def _kind(given: Any) -> str:
+    """Name what was given in the place of something else; a class is no object of it."""
+    if isinstance(given, type):
+        return f"the class {given.__qualname__}, not an object of it: write {given.__name__}(...)"
+    return f"{type(given).__module__}.{type(given).__qualname__}"
 
 
 def _plain_hparams(job: Any) -> None:
@@ -57,6 +68,8 @@ def _needs_methods(module: TrainModule, fn: str) -> None:
     name = type(module).__qualname__
     if fn in _STEP and not overrides(module, TrainModule, _STEP[fn]):
         raise MisconfigurationException(f"trainer.{fn} needs {name}.{_STEP[fn]}(self, batch, batch_idx); define it.")
+    if fn == "predict" and not overrides(module, TrainModule, "predict_step") and not overrides(module, torch.nn.Module, "forward"):
+        raise MisconfigurationException(f"trainer.predict needs {name}.predict_step(self, batch, batch_idx), or {name}.forward(self, batch).")
     if fn == "fit" and not overrides(module, TrainModule, "configure_optimizers"):
         raise MisconfigurationException(
             f"trainer.fit needs {name}.configure_optimizers(self); return an optimizer, for example torch.optim.SGD("

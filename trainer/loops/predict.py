@@ -26,7 +26,7 @@ def predict(run: Any) -> list[Any] | None:
             given = outputs(run, "predict", source, index, len(sources) > 1)
             mine = [tree_map_only(torch.Tensor, _to_host, output) for output in given if keep]
             if keep:
-                found.append(_in_order(run.dist.gather(mine)))
+                found.append(_in_order(run.dist.gather(None if run.records is False else mine)))
         hooks.call("on_predict_epoch_end")
         hooks.call("on_predict_end")
     hooks.call("on_predict_model_train")
@@ -41,7 +41,8 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu().clone()
 
 
-def _in_order(by_rank: list[list[Any]]) -> list[Any]:
-    """Interleave: batch j of the whole data set was predicted by rank j modulo the world size."""
-    longest = max(map(len, by_rank))
-    return [outputs[i] for i in range(longest) for outputs in by_rank if i < len(outputs)]
+def _in_order(by_rank: list[list[Any] | None]) -> list[Any]:
+    """Interleave: batch j of the whole data set was predicted by the share j modulo their number; None is of a rank that only helped."""
+    by_share = [outputs for outputs in by_rank if outputs is not None]
+    longest = max(map(len, by_share))
+    return [outputs[i] for i in range(longest) for outputs in by_share if i < len(outputs)]

@@ -24,6 +24,8 @@ def refused(run: Any, batch: Any, index: int) -> bool:
     """Run the hooks ahead of a batch; True when one returned -1, which ends the epoch on all ranks."""
     wish = run.hooks.call("on_train_batch_start", batch, index) == -1
     run.skip_epoch = run.dist.agree(wish) if run.may_refuse else wish
+    if run.skip_epoch:
+        run.strategy.drop_step()
     return run.skip_epoch
 
 
@@ -39,6 +41,8 @@ def forward_backward(run: Any, window: Window, i: int, batch: Any, index: int) -
         loss, count = read_output(run, output)
         if i == 0:
             zero_grad(run, index)
+        if run.guard is not None and run.guard.leaves_out(loss):
+            return output
         if loss is None:
             run.tell_once("training_step returned None, so the batch is skipped. Return the loss to train on it.")
             return None
@@ -111,7 +115,7 @@ def closure_step(run: Any, group: Any) -> None:
 
     def compute(i: int) -> None:
         run.recorder.start_batch(batches[i], window.samples(i))
-        outputs.append(forward_backward(run, window, i, batches[i], start + i))
+        outputs.append(run.compute(run, window, i, batches[i], start + i))
 
     def closure() -> torch.Tensor | None:
         run.recorder.muted = len(outputs) > last

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from trainer.data import DevicePrefetcher
-from trainer.module import move_to
+from trainer.module_hooks import move_to
 
 __all__ = ["copy_ahead", "receive", "takes_index"]
 

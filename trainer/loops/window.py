@@ -101,10 +101,11 @@ def read_output(run: Any, output: Any) -> tuple[torch.Tensor | None, Any]:
     loss = output
     if type(output) is not torch.Tensor:
         if output is None:
-            if not run.dist.alone:
+            if not run.takes_none:
                 raise MisconfigurationException(
-                    "training_step returned None on a run of several ranks: the others would wait for its gradients. Return "
-                    "the loss times zero to skip a batch."
+                    "training_step returned None on a run of several ranks: the others would wait for its gradients. Return the loss times "
+                    "zero, or use Trainer(bad_loss='skip') to leave the step out on all of them (not with FSDP and SyncBatchNorm, where they "
+                    "wait in the forward already)."
                 )
             return None, None
         if isinstance(output, dict):

@@ -4,6 +4,7 @@ from trainer.strategies.base import SingleDeviceStrategy, Strategy
 from trainer.strategies.ddp import DDPStrategy
 from trainer.strategies.dp import DataParallelStrategy
 from trainer.strategies.fsdp import FSDPStrategy
+from trainer.strategies.mesh import ModelParallelStrategy
 from trainer.strategies.model_parallel import ModelParallelDDPStrategy
 
-__all__ = ["DataParallelStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelDDPStrategy", "SingleDeviceStrategy", "Strategy"]
+__all__ = ["DataParallelStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelDDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy", "Strategy"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from trainer.dist import Dist
 from trainer.errors import MisconfigurationException
+from trainer.strategies.averaging import average, gradients_of
 from trainer.strategies.base import Strategy
 
 __all__ = ["DDPStrategy"]
@@ -23,12 +25,12 @@ _NULL = nullcontext()
 class _Router(torch.nn.Module):
     """What DDP wraps: its `forward` is the module's training step, so that DDP's own hooks run around it."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, step: Callable[..., Any]) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.step = module, step
 
     def forward(self, *args: Any) -> Any:
-        return self.module.training_step(*args)
+        return self.step(*args)
 
 
 class _Complete:
@@ -62,6 +64,7 @@ class DDPStrategy(Strategy):
     local: bool = False
     _ddp: DistributedDataParallel | None = None
     _complete: AbstractContextManager[Any] = _NULL
+    _of_a_run = ("_ddp", "_complete")
 
     def __init__(
         self,
@@ -78,13 +81,24 @@ class DDPStrategy(Strategy):
         dist.broadcast_tensors([*module.parameters(), *module.buffers()])
 
     def wrap(self, training: bool) -> None:
-        self.training_step = self.module.training_step
+        super().wrap(training)
+        if self._ddp is not None:  # other parameters are trained from here on
+            self._ddp = None
+            self.__dict__.pop("_complete", None)
+            gc.collect()  # its reducer goes, and with it what it hung onto the parameters
         trainable = any(p.requires_grad for p in self.module.parameters())
         if not training or self.dist.alone or not trainable or not self.module.automatic_optimization:
             return
+        if self.late_sync:
+            if self.comm_hook is not None:
+                raise MisconfigurationException("recover_oom=True averages gradients after backward, without a comm_hook. Leave one of them out.")
+            return
         self._names = [name for name, p in self.module.named_parameters() if p.requires_grad]
         self._ddp = DistributedDataParallel(
-            _Router(self.module), device_ids=self.device_ids(), find_unused_parameters=self.find_unused_parameters, **self.ddp_kwargs
+            _Router(self.module, self.training_step),
+            device_ids=self.device_ids(),
+            find_unused_parameters=self.find_unused_parameters,
+            **self.ddp_kwargs,
         )
         if self.comm_hook is not None:
             self._ddp.register_comm_hook(self.comm_state, self.comm_hook)
@@ -104,33 +118,22 @@ class DDPStrategy(Strategy):
             )
         return self._ddp.no_sync()
 
+    def drop_step(self) -> None:
+        if self._ddp is not None:
+            self._ddp.reducer._reset_state()  # it still waits for that backward, and would take the next one for it
+            self._ddp._has_rebuilt_buckets = False  # as torch does beside that call
+
     def sync_gradients(self) -> None:
         """Average the gradients over ranks, one flat vector a dtype. A gradient that some ranks lack counts as zero there."""
         if self.dist.alone or self.local:
             return
-        params = self._trainable()
-        held = torch.tensor([p.grad is not None for p in params], dtype=torch.int64)
-        held = self.dist.maximum(held).tolist()
-        grads = []
-        for p, anyone in zip(params, held, strict=True):
-            if anyone:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                grads.append(p.grad)
-        self._average(grads)
+        self._average(gradients_of(self._trainable(), self.dist.maximum))
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def _average(self, tensors: list[torch.Tensor]) -> None:
-        """Average `tensors` over the ranks, in place, one flat vector a dtype and device."""
-        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for alike in by_kind.values():
-            flat = self.dist.sum(torch.cat([t.reshape(-1) for t in alike])).div_(self.dist.world.world_size)
-            pieces = flat.split([t.numel() for t in alike])
-            torch._foreach_copy_(alike, [piece.view_as(t) for piece, t in zip(pieces, alike, strict=True)])
+        average(tensors, self.dist.sum, self.dist.world.world_size)
 
     def sync_buffers(self) -> None:
         self.dist.broadcast_tensors(list(self.module.buffers()))

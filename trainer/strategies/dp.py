@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,9 @@ class DataParallelStrategy(Strategy):
                     "uncompiled, or use strategy='ddp'."
                 )
         self.training_step = self._step
+
+    def called_apart(self) -> Collection[torch.nn.Module] | None:
+        return None if len(self._devices) > 1 else ()
 
     def _step(self, batch: Any, *rest: Any) -> Any:
         """Run `training_step` on as many replicas as the batch has parts, and join what they return."""

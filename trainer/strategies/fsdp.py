@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -35,6 +35,8 @@ class FSDPStrategy(Strategy):
         mixed_precision: torch's MixedPrecisionPolicy; None leaves number formats to the trainer's `precision`.
         cpu_offload: keep the shards on the host; True, or torch's OffloadPolicy.
         find_unused_parameters: ranks may use different parameters in a step; those that a rank leaves out count as zero gradients.
+        state_dict_type: "full" checkpoints are plain files, put together and written by rank 0; "sharded" ones are folders, into which
+            every rank writes its parts. Both load under every strategy.
 
     Raises:
         MisconfigurationException: for arguments of another kind.
@@ -43,10 +45,12 @@ class FSDPStrategy(Strategy):
     name = "fsdp"
     distributed = True
     plain_afterwards = False
+    waits_inside = True
     _sharded: Any = None
     _mesh: Any = None
     _gathered = False
     _syncs = True
+    _of_a_run = ("_sharded", "_mesh", "_kind", "plain_afterwards")
 
     def __init__(
         self,
@@ -56,17 +60,21 @@ class FSDPStrategy(Strategy):
         mixed_precision: Any = None,
         cpu_offload: Any = False,
         find_unused_parameters: bool = False,
+        state_dict_type: str = "full",
     ) -> None:
         if shard_size is not None and (isinstance(shard_size, bool) or not isinstance(shard_size, int) or shard_size < 1):
             raise MisconfigurationException(f"FSDPStrategy(shard_size={shard_size!r}) must be a number of ranks >= 1, or None for all.")
         if not isinstance(reshard_after_forward, bool):
             raise MisconfigurationException(f"FSDPStrategy(reshard_after_forward={reshard_after_forward!r}) must be True or False.")
+        if state_dict_type not in ("full", "sharded"):
+            raise MisconfigurationException(f"FSDPStrategy(state_dict_type={state_dict_type!r}) must be 'full' or 'sharded'.")
         many = isinstance(wrap, (list, tuple, set, frozenset)) and all(isinstance(one, type) for one in wrap)
         if wrap is not None and not callable(wrap) and not many:
             raise MisconfigurationException(f"FSDPStrategy(wrap={wrap!r}) must be module classes, a function of a module, () or None.")
         self.shard_size, self.wrap_policy = shard_size, tuple(wrap) if many else wrap
         self.reshard_after_forward, self.mixed_precision = reshard_after_forward, mixed_precision
         self.cpu_offload, self.find_unused_parameters = cpu_offload, find_unused_parameters
+        self.state_dict_type = state_dict_type
 
     # -- processes and devices ---------------------------------------------------------------------------------------------
 
@@ -161,20 +169,14 @@ class FSDPStrategy(Strategy):
         Raises:
             MisconfigurationException: naming the reason.
         """
-        if self._sharded is None:
-            return
-        own = {id(p) for p in self.module.parameters()}
-        for optimizer in optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise MisconfigurationException("strategy='fsdp' cannot run LBFGS, which needs all weights in one vector. Use strategy='ddp'.")
-            if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-                raise MisconfigurationException(
-                    f"{type(optimizer).__name__} holds parameters that are not the module's. FSDP replaces parameters by their shards: take them "
-                    "from self.parameters() inside configure_optimizers, not from a list made earlier."
-                )
+        if self._sharded is not None:
+            _sharding().check_optimizers("strategy='fsdp'", "FSDP replaces parameters by their shards", self.module, optimizers)
 
     def step(self, name: str) -> Callable[..., Any]:
         return super().step(name) if self._sharded is None else _sharding().forward_method(self.module, name)
+
+    def called_apart(self) -> Collection[torch.nn.Module]:
+        return () if self._sharded is None else self._sharded.units
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -190,6 +192,16 @@ class FSDPStrategy(Strategy):
             self._gathered = False
             self._sharded.scatter()
 
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Show the shards also where weights are held whole, and put these together anew afterwards. Collective."""
+        if self._gathered:
+            self._sharded.scatter()
+        yield
+        if self._gathered:
+            with torch.inference_mode(False), torch.no_grad():  # training uses the same tensors again
+                self._sharded.gather()
+
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
@@ -197,6 +209,10 @@ class FSDPStrategy(Strategy):
             self._syncs = last
             self.module.set_requires_gradient_sync(last)
         return _NULL
+
+    def drop_step(self) -> None:
+        if self._sharded is not None:
+            self._sharded.drop_step()
 
     def sync_buffers(self) -> None:
         self.dist.broadcast_tensors(list(self.module.buffers()))
@@ -207,29 +223,30 @@ class FSDPStrategy(Strategy):
         """Return the weights as plain tensors, whole on rank 0; the other ranks hold the same keys, without values. Collective."""
         if self._sharded is None:
             return super().module_state()
+        on_rank_zero = _sharding().on_rank_zero
+        return {key: on_rank_zero(value) for key, value in self.module_parts().items()}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state in torch's plain format, whole on rank 0; the other ranks hold the same keys. Collective."""
+        state = optimizer.state_dict()
+        return state if self._sharded is None else tree_map_only(torch.Tensor, _sharding().on_rank_zero, state)
+
+    @property
+    def sharded(self) -> bool:
+        """True in a run that writes sharded checkpoints; on one device nothing is sharded."""
+        return self.state_dict_type == "sharded" and self._sharded is not None
+
+    def module_parts(self) -> dict[str, Any]:
         state = self.module.state_dict()
-        state = {key: self._on_rank_zero(value) for key, value in state.items()}
         if self._gathered:  # state_dict went back to shards
             self._sharded.gather()
         return state
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state in torch's plain format, whole on rank 0; the other ranks hold the same keys. Collective."""
-        return optimizer.state_dict() if self._sharded is None else tree_map_only(torch.Tensor, self._on_rank_zero, optimizer.state_dict())
-
-    def _on_rank_zero(self, value: Any) -> Any:
-        if not _sharding().is_sharded(value):
-            return value
-        value = _sharding().whole(value)
-        return value.cpu() if self.dist.world.rank == 0 else value.to("meta")
-
     def load_module(self, module: torch.nn.Module, state: dict[str, Any], strict: bool) -> Any:
         """Load plain weights, also into parts that `configure_model` sharded already."""
-        if self._mesh is not None:
-            own = module.state_dict()
-            cut = [key for key in state if _sharding().is_sharded(own.get(key))]
-            state.update({key: _sharding().like(state[key], own[key]) for key in cut})
-        return module.load_state_dict(state, strict=strict)
+        if self._mesh is None:
+            return super().load_module(module, state, strict)
+        return _sharding().load_parts(module, state, strict)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load a plain state, of which each rank takes its part.
@@ -238,22 +255,8 @@ class FSDPStrategy(Strategy):
             MisconfigurationException: for a tensor that is not cut as its parameter is.
         """
         if self._sharded is not None:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            state = {**state, "state": {i: self._part(params[i], i, values) for i, values in state["state"].items()}}
+            state = _sharding().cut_states(optimizer, state, self.name)
         optimizer.load_state_dict(state)
-
-    def _part(self, param: Any, index: int, values: dict[str, Any]) -> dict[str, Any]:
-        found = {}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                if value.shape != param.shape:
-                    raise MisconfigurationException(
-                        f"The optimizer state {name!r} of parameter {index} has the shape {tuple(value.shape)}, its parameter {tuple(param.shape)}: "
-                        "strategy='fsdp' can load only what has its parameter's shape. Resume with strategy='ddp'."
-                    )
-                value = _sharding().like(value, param)
-            found[name] = value
-        return found
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
@@ -270,9 +273,6 @@ class FSDPStrategy(Strategy):
             _rescue(sharded)
         self._mesh, self._gathered = None, False
         super().teardown()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_sharded", "_mesh", "_kind", "plain_afterwards")}
 
 
 def _rescue(sharded: Any) -> None:

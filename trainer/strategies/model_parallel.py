@@ -8,9 +8,17 @@ import torch
 
 from trainer.devices import Devices
 from trainer.dist import Dist
-from trainer.errors import MisconfigurationException, nearest
+from trainer.errors import MisconfigurationException
 from trainer.strategies.ddp import DDPStrategy
-from trainer.strategies.stages import Pipeline, balance, layer_costs, move_rest
+from trainer.strategies.stages import (
+    Pipeline,
+    balance,
+    check_stack,
+    layer_costs,
+    move_rest,
+    named_stack,
+    stacks_of,
+)
 
 __all__ = ["ModelParallelDDPStrategy"]
 
@@ -37,6 +45,7 @@ class ModelParallelDDPStrategy(DDPStrategy):
 
     name = "model_parallel_ddp"
     _stack: torch.nn.Sequential | None = None
+    _of_a_run = ("_stack", "_homes", "_rest_home")
 
     def __init__(
         self,
@@ -61,6 +70,15 @@ class ModelParallelDDPStrategy(DDPStrategy):
 
     def processes(self, devices: int) -> int:
         return devices // (self.devices_per_replica or devices)
+
+    def devices_for(self, processes: int) -> int | str:
+        if self.devices_per_replica is not None:
+            return processes * self.devices_per_replica
+        if processes > 1:
+            raise MisconfigurationException(
+                f"strategy={self.name!r} is one process a node, but {processes} were started. Start one, or use 'model_parallel_ddp'."
+            )
+        return "auto"
 
     def check(self, devices: int, num_nodes: int) -> None:
         each = self.devices_per_replica or devices
@@ -100,35 +118,19 @@ class ModelParallelDDPStrategy(DDPStrategy):
             if self.micro_batches > 1:
                 raise MisconfigurationException(
                     f"micro_batches={self.micro_batches} needs a stack of layers to send them through: name the nn.Sequential, "
-                    f"ModelParallelDDPStrategy(stack=...){_stacks_of(module)}."
+                    f"ModelParallelDDPStrategy(stack=...){stacks_of(module)}."
                 )
             return None
-        try:
-            stack = module.get_submodule(self.stack)
-        except AttributeError:
-            names = [name for name, part in module.named_modules() if isinstance(part, torch.nn.Sequential)]
-            raise MisconfigurationException(
-                f"stack={self.stack!r}: {type(module).__name__} has no such layer.{nearest(self.stack, names)}{_stacks_of(module)}"
-            ) from None
-        return self._check_stack(stack, f"stack={self.stack!r}")
+        return self._check_stack(named_stack(module, self.stack), f"stack={self.stack!r}")
 
     def _check_stack(self, stack: torch.nn.Module, what: str) -> torch.nn.Sequential:
-        ordered = isinstance(stack, torch.nn.Sequential) and type(stack).forward is torch.nn.Sequential.forward
-        if not ordered or "forward" in vars(stack):
-            raise MisconfigurationException(
-                f"{what} is a {type(stack).__name__}; to be spread over devices it must be an nn.Sequential without a forward of its own. "
-                "Place other layers yourself, on the devices in self.trainer.strategy.devices."
-            )
+        advice = "Place other layers yourself, on the devices in self.trainer.strategy.devices."
+        stack = check_stack(stack, what, len(self.devices), "devices", advice)
         synced = [name for name, part in stack.named_modules() if isinstance(part, torch.nn.SyncBatchNorm)]
         if synced and self.micro_batches > 1:
             raise MisconfigurationException(
                 f"{what}: layer {synced[0]!r} is a SyncBatchNorm, in which the ranks would wait for each other with every micro-batch, of which a "
                 "rank with fewer samples has fewer. Use micro_batches=1, or BatchNorm."
-            )
-        if len(stack) < len(self.devices):
-            raise MisconfigurationException(
-                f"{what} has {len(stack)} layer(s), too few for {len(self.devices)} devices. Ask for fewer devices a process, or split "
-                "the layers."
             )
         return stack
 
@@ -138,7 +140,7 @@ class ModelParallelDDPStrategy(DDPStrategy):
                 raise MisconfigurationException(
                     f"{name} is on {p.device}, but this process owns {', '.join(map(str, self.devices))}. Place every layer on "
                     "self.trainer.strategy.devices (in configure_model or setup), or name an nn.Sequential as stack=... to have it placed"
-                    f"{_stacks_of(module)}."
+                    f"{stacks_of(module)}."
                 )
 
     def _spread(self, stack: torch.nn.Sequential) -> None:
@@ -169,6 +171,10 @@ class ModelParallelDDPStrategy(DDPStrategy):
             if prefix and not name.startswith(prefix + ".") and owner.get(id(t), 0) != 0:
                 raise MisconfigurationException(_shared(self.module, t))
 
+    def called_apart(self) -> list[torch.nn.Module]:
+        """Return the layers of the stack: micro-batches pass them one after the other, on several devices at once."""
+        return [] if self._stack is None else list(self._stack)
+
     def device_ids(self) -> None:
         return None  # DDP then leaves inputs and parameters where they are
 
@@ -184,18 +190,9 @@ class ModelParallelDDPStrategy(DDPStrategy):
         self.devices = [torch.device("cpu")] * len(self.devices)
         super().teardown()
 
-    def __getstate__(self) -> dict[str, Any]:
-        dropped = ("_stack", "_homes", "_rest_home")
-        return {k: v for k, v in super().__getstate__().items() if k not in dropped}
-
 
 def _home(layer: torch.nn.Module) -> torch.device | None:
     return next((t.device for t in (*layer.parameters(), *layer.buffers())), None)
-
-
-def _stacks_of(module: torch.nn.Module) -> str:
-    names = [repr(name) for name, part in module.named_modules() if name and isinstance(part, torch.nn.Sequential)]
-    return f" (there is {', '.join(names[:5])})" if names else " (this module has none)"
 
 
 def _shared(module: torch.nn.Module, tensor: torch.Tensor) -> str:

@@ -13,7 +13,8 @@ from torch.nn.parallel import parallel_apply, replicate, scatter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainer.errors import MisconfigurationException
-from trainer.module import move_to
+from trainer.forwards import OwnForward
+from trainer.module_hooks import move_to
 
 __all__ = ["Call", "copies", "join", "lost", "run", "snapshot", "split"]
 
@@ -65,7 +66,18 @@ def copies(module: torch.nn.Module, devices: Sequence[torch.device]) -> list[tor
     themselves, and copies of the buffers, so that buffers behave as they do between devices.
     """
     if devices[0].type == "cpu":
-        return [_shallow(module, first=i == 0) for i in range(len(devices))]
+        found = [_shallow(module, first=i == 0) for i in range(len(devices))]
+    else:
+        found = _between_devices(module, devices)
+    for replica in found:
+        for part in replica.modules():
+            forward = vars(part).get("forward")
+            if isinstance(forward, OwnForward):
+                part.forward = forward.rebound(part)  # type: ignore[method-assign]
+    return found
+
+
+def _between_devices(module: torch.nn.Module, devices: Sequence[torch.device]) -> list[torch.nn.Module]:
     found = replicate(module, devices)
     for replica in found:
         for part in replica.modules():

@@ -21,12 +21,15 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
 from trainer.errors import MisconfigurationException
+from trainer.strategies.dtensors import check_optimizers, cut_states, drop_hooks, is_sharded, load_parts, on_rank_zero, whole
 
-__all__ = ["ShardedModule", "forward_method", "is_sharded", "like", "make_mesh", "plan", "whole"]
+__all__ = [
+    "ShardedModule", "check_optimizers", "cut_states", "forward_method", "is_sharded", "load_parts", "make_mesh", "on_rank_zero", "plan", "whole",
+]  # fmt: skip
 
 _CONTAINERS = (ModuleList, ModuleDict)
 
@@ -36,27 +39,6 @@ def make_mesh(kind: str, size: int, shard_size: int | None) -> DeviceMesh:
     if shard_size is None or shard_size == size:
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
     return init_device_mesh(kind, (size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
-
-
-def is_sharded(value: Any) -> bool:
-    """True for a tensor of which this rank holds a part."""
-    return isinstance(value, DTensor)
-
-
-def whole(value: Any) -> Any:
-    """Return a sharded tensor in one piece, on the device of its mesh; anything else as it is. Collective."""
-    if not isinstance(value, DTensor):
-        return value
-    kind = value.device_mesh.device_type
-    value = value.detach()
-    return (value if value.device.type == kind else value.to(kind)).full_tensor()
-
-
-def like(plain: torch.Tensor, sharded: DTensor) -> DTensor:
-    """Return this rank's part of a tensor that every rank holds in one piece, cut as `sharded` is."""
-    mesh = sharded.device_mesh
-    found = distribute_tensor(plain.to(mesh.device_type), mesh, sharded.placements, src_data_rank=None)
-    return found if found.device == sharded.device else found.to(sharded.device)
 
 
 def forward_method(module: Module, name: str) -> Callable[..., Any]:
@@ -177,6 +159,17 @@ class ShardedModule:
             unit.set_reshard_after_forward(True, recurse=False)  # also a pass that an exception ended gives its values up
             unit.reshard()
             unit.set_reshard_after_forward(self.reshard and unit is not self.root, recurse=False)
+            _forget_order(unit)
+
+    def drop_step(self) -> None:
+        """Forget a forward that no backward follows, and gradients of earlier batches that are not reduced yet: no optimizer sees those."""
+        self.scatter()
+        for unit in self.units:
+            for group in _groups(unit):
+                for p in group.fsdp_params:
+                    p.unsharded_accumulated_grad = None
+                    if hasattr(p, "_unsharded_param"):
+                        p._unsharded_param.grad = None
 
     def equalize(self) -> None:
         """Give all copies of a shard, where the user made them with hybrid sharding, the values of the first. Collective."""
@@ -201,7 +194,9 @@ class ShardedModule:
         for unit in self.units:
             _unwrap(unit)
         for m in self.root.modules():
-            _drop_hooks(m)
+            for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+                m.__dict__.pop(name, None)
+            drop_hooks(m, "torch.distributed.fsdp")
 
     def _plain(self, m: Module, name: str, sharded: DTensor, value: torch.Tensor) -> Parameter:
         home, original = self.homes.get((m, name)), self.originals.get((m, name))
@@ -238,6 +233,25 @@ def _check(root: Module, mesh: DeviceMesh) -> None:
             )
 
 
+def _groups(unit: Any) -> list[Any]:
+    """The parts of a unit in which torch keeps what it gathers at once."""
+    state = unit._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # older torch has one or None
+    return [group for group in groups if group is not None]
+
+
+def _forget_order(unit: Any) -> None:
+    """Drop the order of forward passes that no backward followed.
+
+    The next backward would gather ahead by it, on the ranks that had such passes only: the others, which had no sample to evaluate, would not
+    take part. torch has no function for it.
+    """
+    for group in _groups(unit):
+        if group._post_forward_indices:
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()
+
+
 def _unwrap(unit: Any) -> None:
     """Undo what fully_shard did to the class and the dictionary of a module; torch has no function for it."""
     order = type(unit).__mro__
@@ -245,16 +259,3 @@ def _unwrap(unit: Any) -> None:
     _module_state_mapping.pop(unit, None)
     for key in (STATE_KEY, REGISTRY_KEY):
         unit.__dict__.pop(key, None)
-
-
-def _drop_hooks(module: Module) -> None:
-    for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-        module.__dict__.pop(name, None)
-    tables = [v for name, v in vars(module).items() if isinstance(v, dict) and "_hooks" in name]
-    ours = [
-        key for table in tables for key, hook in table.items()
-        if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
-    ]  # fmt: skip
-    for table in tables:
-        for key in ours:
-            table.pop(key, None)

@@ -10,11 +10,50 @@ import torch
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from trainer.errors import MisconfigurationException
+from trainer.errors import MisconfigurationException, nearest
 
-__all__ = ["Pipeline", "balance", "layer_costs", "move_rest"]
+__all__ = ["Pipeline", "balance", "check_stack", "layer_costs", "move_rest", "named_stack", "stacks_of"]
 
 _COPIES = 4  # of a trainable weight: itself, its gradient, and the two averages of Adam
+
+
+def named_stack(module: torch.nn.Module, name: str) -> torch.nn.Module:
+    """Return the layer of `module` that the argument stack= names.
+
+    Raises:
+        MisconfigurationException: when there is none, with the nearest name.
+    """
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        names = [path for path, part in module.named_modules() if isinstance(part, torch.nn.Sequential)]
+        raise MisconfigurationException(
+            f"stack={name!r}: {type(module).__name__} has no such layer.{nearest(name, names)}{stacks_of(module)}"
+        ) from None
+
+
+def check_stack(stack: torch.nn.Module, what: str, count: int, places: str, advice: str) -> torch.nn.Sequential:
+    """Return `stack` if it can be cut into `count` runs of layers, one for each of `places` ("devices", "stages").
+
+    Raises:
+        MisconfigurationException: for what is no plain nn.Sequential, with the `advice`; for one with fewer layers.
+    """
+    ordered = isinstance(stack, torch.nn.Sequential) and type(stack).forward is torch.nn.Sequential.forward
+    if not ordered or "forward" in vars(stack):
+        raise MisconfigurationException(
+            f"{what} is a {type(stack).__name__}; to be spread over {places} it must be an nn.Sequential without a forward of its own. {advice}"
+        )
+    if len(stack) < count:
+        raise MisconfigurationException(
+            f"{what} has {len(stack)} layer(s), too few for {count} {places}. Ask for fewer {places}, or split the layers."
+        )
+    return stack
+
+
+def stacks_of(module: torch.nn.Module) -> str:
+    """Name the stacks of `module`, for a message."""
+    names = [repr(name) for name, part in module.named_modules() if name and isinstance(part, torch.nn.Sequential)]
+    return f" (there is {', '.join(names[:5])})" if names else " (this module has none)"
 
 
 def layer_costs(stack: torch.nn.Sequential, root: torch.nn.Module | None = None, sample: Any = None) -> list[int]:
