@@ -68,6 +68,8 @@ class BackboneFinetuning(BaseFinetuning):
                 f"BackboneFinetuning: {type(module).__name__} has no layer self.backbone, made in __init__, which could be frozen. "
                 "Name it so, or write a BaseFinetuning of your own."
             )
+        if stage == "fit" and trainer.global_step == 0:
+            self.previous_backbone_lr = None
         super().setup(trainer, module, stage)
 
     def freeze_before_training(self, module: Any) -> None:
@@ -77,7 +79,7 @@ class BackboneFinetuning(BaseFinetuning):
         if epoch < self.unfreeze_backbone_at_epoch:
             return
         rate, mine = optimizer.param_groups[0]["lr"], self.previous_backbone_lr
-        if epoch == self.unfreeze_backbone_at_epoch:
+        if mine is None:  # that epoch, or a later one where a training goes on that was to unfreeze later
             mine = self.backbone_initial_lr if self.backbone_initial_lr is not None else rate * self.backbone_initial_ratio_lr
             self.unfreeze_and_add_param_group(module.backbone, optimizer, mine, self.initial_denom_lr, self.train_bn)
         else:

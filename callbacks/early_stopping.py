@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from callbacks.callback import Callback
+from callbacks.errors import MisconfigurationException
 from callbacks.monitor import check_mode, missing_monitor, rank_of
 
 __all__ = ["EarlyStopping", "EarlyStoppingReason"]
@@ -70,6 +71,10 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
+        if not isinstance(monitor, str) or isinstance(min_delta, str) or isinstance(patience, str):
+            raise MisconfigurationException(
+                f"EarlyStopping({monitor!r}, min_delta={min_delta!r}, patience={patience!r}): the order is monitor (a name), min_delta, patience."
+            )
         check_mode("EarlyStopping", mode)
         self.monitor = monitor
         self.min_delta = abs(min_delta)

@@ -24,7 +24,8 @@ class BaseFinetuning(Callback):
     an epoch that is resumed in its middle.
 
     Raises:
-        MisconfigurationException: when a fit starts, for a checkpoint whose groups name parameters that the module does not have.
+        MisconfigurationException: when a fit starts, for a checkpoint that names parameters which the module does not have, and for a
+            strategy that keeps layers on other ranks alone.
     """
 
     def __init__(self) -> None:
@@ -61,6 +62,11 @@ class BaseFinetuning(Callback):
 
     def regroup(self, trainer: Any, module: Any) -> None:
         """Bring optimizers that were just made, and what is frozen, to where the training stood that goes on."""
+        if any(p.is_meta for p in module.parameters()):
+            raise MisconfigurationException(
+                f"{type(self).__name__}: strategy {trainer.strategy.name!r} keeps layers on other ranks, where they cannot be unfrozen from here. Use "
+                "strategy='ddp' or 'fsdp'."
+            )
         self._live, saved, self._saved = (trainer, module), self._saved, None
         if saved is None:
             return

@@ -25,8 +25,9 @@ class SpikeDetection(Callback):
     """Compares the loss of each batch with the mean of the last ones; a spike ends the fit on all ranks.
 
     A loss that is worse than the one before is a spike when it differs from the mean by at least `atol` and by at least `rtol` times the
-    mean (a limit that is None is not asked). The losses are read at publish points, all since the last at once, so with a larger
-    `log_every_n_steps` a spike is found later, though in the same batch. Each rank looks at its own.
+    mean (a limit that is None is not asked). The losses are read at publish points and at the end of an epoch, all since the last at once, so with a larger
+    `log_every_n_steps` a spike is found later, though in the same batch. Each rank looks at its own;
+    checkpoints keep rank 0's mean, with which all ranks go on.
 
     The batch and the one before it are written to `exclude_batches_path`, a JSON list of {"epoch", "batch"}, as either may be to blame.
 
@@ -85,6 +86,9 @@ class SpikeDetection(Callback):
         if trainer.publishes_step:
             self._judge(trainer)
 
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._judge(trainer)
+
     def _judge(self, trainer: Any) -> None:
         """Look at the losses since the last publish point. Collective."""
         spike = next(((epoch, index, loss) for epoch, index, loss in self._read() if self._is_spike(loss)), None)
@@ -106,9 +110,9 @@ class SpikeDetection(Callback):
 
     def _read(self) -> list[tuple[int, int, float]]:
         """Bring the losses that wait to the host, with one transfer."""
-        losses = [torch.as_tensor(loss) for _, _, loss in self._pending]
-        numbers = torch.stack(losses).tolist() if losses else []
-        return [(epoch, index, number) for (epoch, index, _), number in zip(self._pending, numbers, strict=True)]
+        waiting = [loss for _, _, loss in self._pending if isinstance(loss, torch.Tensor)]  # the others came from a checkpoint
+        numbers = iter(torch.stack(waiting).tolist() if waiting else ())
+        return [(epoch, index, next(numbers) if isinstance(loss, torch.Tensor) else loss) for epoch, index, loss in self._pending]
 
     def _mean(self) -> float:
         return sum(self._recent) / len(self._recent) if self._recent else math.nan

@@ -113,6 +113,11 @@ class WeightAveraging(Callback):
         if self._held is not None:
             self._swap(trainer, module)
 
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        """A resumed fit with nothing left to do leaves the averages in the module as well."""
+        if self._held is not None and not self._swapped:
+            self._swap(trainer, module)
+
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if self._live and self._swapped:
             self._exchange(module)

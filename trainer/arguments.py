@@ -15,7 +15,7 @@ from trainer.errors import MisconfigurationException, nearest
 from trainer.removed import REMOVED
 
 __all__ = [
-    "activation_checkpointing", "at_least", "duration", "known_arguments", "limit", "one_of", "positive", "root_dir", "seed", "time_limit",
+    "activation_checkpointing", "at_least", "checkpoint", "duration", "known_arguments", "limit", "one_of", "positive", "root_dir", "seed", "time_limit",
     "val_interval",
 ]  # fmt: skip
 
@@ -166,6 +166,17 @@ def root_dir(value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise MisconfigurationException(f"default_root_dir={value!r} must be a path.")
     return os.path.abspath(os.path.expanduser(os.fspath(value)))
+
+
+def checkpoint(name: str, value: Any) -> Any:
+    """Return a path, a word ("auto", "last"), or None.
+
+    Raises:
+        MisconfigurationException: for anything else.
+    """
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise MisconfigurationException(f"{name}={value!r} must be 'auto', 'last' or the path of a checkpoint.")
+    return value
 
 
 def activation_checkpointing(choice: Any) -> Any:

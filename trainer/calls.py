@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -125,9 +126,12 @@ class Calls(Face):
             (print if bar is None else bar.print)(*args, **kwargs)
 
     def warn(self, message: str) -> None:
-        """Issue a warning on rank 0 only."""
+        """Issue a warning on rank 0 only, as of the line outside of this package that led to it."""
         if self.is_global_zero:
-            warnings.warn(message, stacklevel=2)
+            frame, level = sys._getframe(1), 2
+            while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("trainer", "callbacks", "torch"):
+                frame, level = frame.f_back, level + 1
+            warnings.warn(message, stacklevel=level)
 
     def init_module(self) -> Any:
         """A context in which a module is constructed right away in its final number format."""

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.checkpoint import files, state
-from trainer.hparams import HyperparametersMixin
+from trainer.hparams import HyperparametersMixin, accepted_arguments
 from trainer.module_hooks import move_to
 
 __all__ = ["DataModule"]

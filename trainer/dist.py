@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -154,6 +154,13 @@ class Dist:
         if self._owns_group:
             torch_dist.all_reduce(_FAREWELL)
 
+    def limit(self, groups: Iterable[torch_dist.ProcessGroup]) -> None:
+        """Give groups that torch made the run's time-out; those of a mesh have a limit of torch's own, of 10 or 30 minutes."""
+        if self.timeout is not None:
+            set_timeout = getattr(torch_dist, "set_timeout", None) or torch_dist.distributed_c10d._set_pg_timeout  # the name in older torch
+            for group in groups:
+                set_timeout(self.timeout, group)
+
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         if not self.alone:
@@ -224,13 +231,13 @@ class Dist:
             torch_dist.all_reduce(tensor, op=torch_dist.ReduceOp.MAX)
         return tensor
 
-    def broadcast_tensors(self, tensors: list[torch.Tensor], src: int = 0) -> None:
-        """Overwrite `tensors` with rank `src`'s values, in place. Collective."""
+    def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
+        """Overwrite `tensors` with rank 0's values, in place. Collective."""
         if self.alone:
             return
         with torch.no_grad():
             for tensor in tensors:
-                torch_dist.broadcast(tensor.data, src=src)
+                torch_dist.broadcast(tensor.data, src=0)
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
         """Stack `tensor` (same shape on all ranks) over the ranks: shape (world_size, *tensor.shape). Collective.

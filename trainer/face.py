@@ -235,12 +235,6 @@ class Face:
         return [batches if n == -1 else min(n, batches) for batches in self.num_val_batches]
 
     @property
-    def num_training_steps_in_epoch(self) -> float:
-        """Optimizer steps in an epoch: the batches in groups of `accumulate_grad_batches`, a short last group included."""
-        batches = self.num_training_batches
-        return batches if math.isinf(batches) else math.ceil(batches / self.accumulate_grad_batches)
-
-    @property
     def estimated_stepping_batches(self) -> float:
         """The optimizer steps of the whole fit, exactly, from step 0 to the limit; infinite where there is none.
 

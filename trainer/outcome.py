@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -85,6 +86,8 @@ def _picklable_attributes(owner: Any) -> dict[str, Any]:
     state = owner.__getstate__() if hasattr(owner, "__getstate__") else vars(owner)
     found = {}
     for name, value in (state if isinstance(state, dict) else vars(owner)).items():
+        if isinstance(value, FunctionType):  # its copy would work on copies of what it closes over
+            continue
         try:
             cloudpickle.dumps(value)
         except Exception:  # a handle of the process that ends; whatever it raises, it stays there

@@ -5,7 +5,6 @@ The loops read and advance it; hooks only leave wishes here (`should_stop`, `req
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,10 +22,11 @@ from trainer.errors import SIGTERMException
 from trainer.hooks import HookTable, overrides
 from trainer.leaving import Leaving
 from trainer.loaders import Loaders
-from trainer.metrics import Collector, Published
+from trainer.metrics import Collector
 from trainer.module import TrainModule
 from trainer.optim import LRSchedulerConfig, StepOptimizer
 from trainer.progress import Progress
+from trainer.publishing import Publishing
 from trainer.record import Recorder
 from trainer.restarts import Restarts
 from trainer.saving import Saving
@@ -42,7 +42,7 @@ from trainer.writing import LOST
 __all__ = ["Run"]
 
 
-class Run(Leaving, Restarts, Saving, Stepping):
+class Run(Leaving, Publishing, Restarts, Saving, Stepping):
     """The live state of one run. `open` makes it ready, `close` gives everything back."""
 
     def __init__(self, trainer: Any, world: World, job: Any) -> None:
@@ -102,6 +102,7 @@ class Run(Leaving, Restarts, Saving, Stepping):
         self._undo.append(accelerator.teardown)
         self.dist.open()
         self._undo.append(self._leave_group)
+        self.strategy.dist = self.dist
         if self.fn == "fit":
             self.notice.install()  # whoever waits for ranks that do not come is still ended by SIGTERM
         if self.settings.timeout is not None and (line := self.dist.line("stall")) is not None:
@@ -295,54 +296,6 @@ class Run(Leaving, Restarts, Saving, Stepping):
         """True when this fit has validation: a step, a loader, and a limit that lets batches through."""
         has_step = overrides(self.module, TrainModule, "validation_step")
         return has_step and self.settings.limits["validate"] != 0 and (self.loaders.has("validate") or self.loaders.overfit)
-
-    # -- publishing ----------------------------------------------------------------------------------------------------
-
-    def publishes(self) -> bool:
-        """True when the step at hand is to be published: each `log_every_n_steps`-th, and the last of an epoch or of the fit."""
-        n, step = self.settings.log_every_n_steps, self.step_id
-        return bool(n) and (step % n == 0 or self.last_group or step == self.settings.max_steps)
-
-    def publish_step(self) -> None:
-        """Publish the numbers of the step just taken, once. Collective."""
-        if self.published_step != self.step_id:
-            before, self.published_step = self.published_step, self.step_id
-            published = self.collector.publish_step(self.step_id)
-            self.spread(published, "train")
-            self._tell_of_nan(published.callback, before)
-
-    def _tell_of_nan(self, numbers: dict[str, float], before: int) -> None:
-        """Say once that a number of training went bad: it costs nothing here, as the numbers are on the host."""
-        bad = [name for name, value in numbers.items() if not math.isfinite(value)]
-        if bad and "nan" not in self._told:
-            self._told.add("nan")
-            self.trainer.warn(
-                f"{bad[0]!r} is {numbers[bad[0]]} in step {self.step_id}; the numbers before that were published are of step {before}. "
-                "Trainer(bad_loss='raise') names the first batch with a bad loss, detect_anomaly=True the operation with a bad gradient."
-            )
-
-    def spread(self, published: Published, stage: str) -> None:
-        """Hand published numbers to monitors, the progress bar and the loggers."""
-        self.trainer.results.add(published)
-        self.known_names.update(published.callback)
-        if published.logger:
-            self.to_loggers(published.logger, stage)
-
-    def to_loggers(self, numbers: dict[str, float], stage: str, step: int | None = None) -> None:
-        """Send numbers to every logger, on rank 0; the x axis is the count of optimizer steps."""
-        if self.world.is_global_zero:
-            step = self.progress.step if step is None else step
-            for logger in self.trainer.loggers:
-                logger.publish({**numbers, "epoch": float(self.progress.epoch)}, step, stage)
-
-    def _log_hyperparameters(self) -> None:
-        params: dict[str, Any] = {}
-        for owner in (self.datamodule, self.module):
-            if owner is not None and owner._log_hyperparams:
-                params.update(owner.hparams)
-        if self.world.is_global_zero:
-            for logger in self.trainer.loggers:
-                logger.log_hyperparams(params)
 
     def fail(self, error: BaseException) -> None:
         """Tell the hooks that the run ends with `error`; an error of a hook never hides it."""

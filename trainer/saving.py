@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.checkpoint import foreign, state
 from trainer.entries import merge_states
+from trainer.errors import CheckpointError
 from trainer.metric_objects import is_metric
 from trainer.seed import derive, rng_state, seed_rngs, set_rng_state
 from trainer.writing import Writing
@@ -32,7 +33,10 @@ class Saving(Writing):
             for part in self.module.modules():
                 if is_metric(part):  # of a run that was interrupted: an epoch begins, or goes on, with what the file holds
                     part.reset()
-        state.restore_module(self.module, table, strict=self.module.strict_loading, load=self.strategy.load_module)
+        try:
+            state.restore_module(self.module, table, strict=self.module.strict_loading, load=self.strategy.load_module)
+        except RuntimeError as error:  # of load_state_dict, which knows no file
+            raise CheckpointError(f"{path} is not of this module. {error}") from error
         if self.datamodule is not None and table.get(type(self.datamodule).__qualname__):
             self.datamodule.load_state_dict(table[type(self.datamodule).__qualname__])
         if self.fn == "fit":
@@ -52,6 +56,8 @@ class Saving(Writing):
         state.restore_training(table, loads, [c.scheduler for c in self.schedulers], self.precision)
         self.progress.load_state_dict(state.progress_of(table).state_dict())
         self.trainer.results.restore_metrics(table.get("metrics") or {}, table.get("metric_steps") or {})
+        p = self.progress
+        self.trainer.print(f"Going on from {self.job.ckpt_path}: epoch {p.epoch}, step {p.step}.")
         self.position = table.get("data")
         self.split = table.get("split", 1)
         if table.get("seed") is not None:

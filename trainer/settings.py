@@ -11,7 +11,19 @@ from typing import Any
 
 import torch
 
-from trainer.arguments import activation_checkpointing, at_least, duration, limit, one_of, positive, root_dir, seed, time_limit, val_interval
+from trainer.arguments import (
+    activation_checkpointing,
+    at_least,
+    checkpoint,
+    duration,
+    limit,
+    one_of,
+    positive,
+    root_dir,
+    seed,
+    time_limit,
+    val_interval,
+)
 from trainer.devices import Devices
 from trainer.errors import MisconfigurationException, nearest
 from trainer.strategies import DataParallelStrategy, ModelParallelStrategy, Strategy
@@ -36,12 +48,13 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "uneven": partial(one_of, choices=("stop", "join")),
     "bad_loss": partial(one_of, choices=(None, "raise", "skip", "stop")),
     "reload_dataloaders_every_n_epochs": partial(at_least, low=0),
+    "resume": checkpoint,
     "auto_requeue": partial(one_of, choices=(True, False)),
     "timeout": duration,
 }
 """Arguments that become a setting of the same name, whatever the others are."""
 
-_AS_GIVEN = ("benchmark", "inference_mode", "use_distributed_sampler", "detect_anomaly", "resume")
+_AS_GIVEN = ("benchmark", "inference_mode", "use_distributed_sampler", "detect_anomaly")
 _DEFAULTS = {"num_sanity_val_steps": 2, "log_every_n_steps": 50, "gradient_clip_algorithm": "norm", "deterministic": False}
 """What None stands for."""
 

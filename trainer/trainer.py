@@ -314,7 +314,7 @@ class Trainer(Calls):
         job.ckpt_path = find.resolve(
             ckpt_path, self.checkpoint_callbacks, self._checkpoint_folders(), getattr(self.checkpoint_io, "damage", None)
         )
-        job.continues = ckpt_path in ("last", "auto")
+        job.continues = job.ckpt_path is not None and ckpt_path in ("last", "auto")
         return job
 
     def _best_of_last_fit(self, fn: str) -> str | None:
@@ -325,9 +325,11 @@ class Trainer(Calls):
         return best
 
     def _checkpoint_folders(self) -> list[str]:
-        """Where earlier runs with these settings left checkpoints."""
-        folders = [os.path.join(self.default_root_dir, "checkpoints")]
-        folders += [os.path.abspath(c.dirpath) for c in self.checkpoint_callbacks if c.dirpath]
+        """Where earlier runs with these settings left checkpoints. With a `dirpath` for every callback these alone: others are other runs."""
+        folders = [os.path.abspath(c.dirpath) for c in self.checkpoint_callbacks if c.dirpath]
+        if folders and len(folders) == len(self.checkpoint_callbacks):
+            return list(dict.fromkeys(folders))
+        folders.append(os.path.join(self.default_root_dir, "checkpoints"))
         for logger in self.loggers:
             root = os.path.join(logger.save_dir or self.default_root_dir, str(logger.name or ""))
             pattern = os.path.join(glob.escape(root), "*", "checkpoints")
@@ -371,6 +373,7 @@ class Trainer(Calls):
         except BaseException as error:
             status = _status_of(error)
             stall = None if run.watch is None else run.watch.explain(error)
+            self.strategy.stuck = stall is not None
             run.fail(error if stall is None else stall)
             if stall is not None:
                 raise stall from error

@@ -21,7 +21,7 @@ class FakeTrainer(SimpleNamespace):
             "logger": None, "log_dir": None, "default_root_dir": str(root), "is_global_zero": True, "world_size": 1, "should_stop": False,
             "sanity_checking": False, "state": SimpleNamespace(fn="fit", stage="train"), "fast_dev_run": False, "enable_validation": True,
             "ckpt_path": None, "continues": False, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "log_every_n_steps": 1, "is_last_batch": False,
-            "validation_owed": False,
+            "validation_owed": False, "publishes_step": True, "batch_indices": None, "data_shares": 1, "records": True,
             "lightning_module": None, "optimizers": [], "lr_scheduler_configs": [], "num_training_batches": 4, "num_val_batches": [2],
             "num_test_batches": [2], "num_predict_batches": [2], "num_sanity_val_batches": [2], "max_epochs": 2,
             "metric_steps": {},
@@ -60,7 +60,13 @@ class FakeTrainer(SimpleNamespace):
         self.broadcasts += 1
         return obj
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def gather(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    def rewrap(self) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None, loggers_only: bool = False) -> None:
         self.logged.append((step, metrics))
 
     def print(self, *args: Any) -> None:

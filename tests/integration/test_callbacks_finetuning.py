@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from callbacks import BackboneFinetuning, BaseFinetuning
+from callbacks import BackboneFinetuning, BaseFinetuning, GradientMonitor, GradientSync
 from tests.helpers.modules import assert_same, loader, quiet, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resume import EveryStep, assert_equal
-from trainer import MisconfigurationException, TrainModule
+from trainer import MisconfigurationException, Trainer, TrainModule
 
 ROWS = torch.randn(16, 5, generator=torch.Generator().manual_seed(0))
 
@@ -138,6 +138,14 @@ def test_the_backbone_follows_its_rate() -> None:
     assert [entry for _, entry in own[::4]] == [[0.08], [0.08], [0.08, 0.5], [0.08, 1.0]]
 
 
+def test_a_backbone_may_be_unfrozen_earlier_than_was_meant_and_anew(tmp_path: Path) -> None:
+    fit(BackboneFinetuning(9), folder=tmp_path, max_epochs=2)
+    earlier = BackboneFinetuning(1, backbone_initial_lr=0.01)
+    assert fit(earlier, resume=tmp_path / "step=8.ckpt").rates[::4] == [(8, [0.08, 0.01]), (12, [0.08, 0.02])]
+    assert earlier.previous_backbone_lr == 0.02
+    assert [rates for _, rates in fit(earlier, max_epochs=3).rates[::4]] == [[0.08], [0.08, 0.01], [0.08, 0.02]]  # a new training
+
+
 @pytest.mark.parametrize("gamma", ["step", "lambda"])
 def test_schedulers_take_the_new_group_along(gamma: str, tmp_path: Path) -> None:
     class Scheduled(Tuned):
@@ -209,3 +217,31 @@ def test_two_ranks_train_unfrozen_layers_together(strategy: str, tmp_path: Path)
     for whole, resumed in ranks if strategy == "ddp" else ranks[:1]:  # FSDP brings all weights together on rank 0
         assert_same(whole, alone, atol=1e-12)
         assert_same(resumed, whole, atol=0)
+
+
+def _with_power_sgd() -> dict[str, torch.Tensor]:
+    sync = GradientSync(comm_hook="powersgd", comm_options={"start_powerSGD_iter": 2, "min_compression_rate": 0.1})
+    module = Sliced()
+    trainer = quiet(accelerator="cpu", seed=4, max_epochs=4, strategy="ddp", devices=2, callbacks=[Staged(), sync])
+    trainer.fit(module, loader(ROWS, batch_size=2))
+    return weights(module)
+
+
+def test_power_sgd_begins_anew_with_the_new_buckets() -> None:
+    first, second = run_ranks(_with_power_sgd)
+    assert_same(first, second, atol=0)
+    moved = [name for name, before in weights(Sliced()).items() if not torch.equal(before, first[name])]
+    assert len(moved) == len(first)
+
+
+@pytest.mark.parametrize("call", [Staged().regroup, GradientMonitor().on_fit_start])
+def test_layers_on_other_ranks_are_refused(call: Any) -> None:
+    module = Plain()
+    module.head.to("meta")
+    with pytest.raises(MisconfigurationException, match="strategy 'single_device' keeps layers on other ranks"):
+        call(Trainer(accelerator="cpu", logger=False), module)
+
+
+def test_rewrap_belongs_into_a_run() -> None:
+    with pytest.raises(MisconfigurationException, match="rewrap works inside a run only"):
+        Trainer(accelerator="cpu", logger=False).rewrap()

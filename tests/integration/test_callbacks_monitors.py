@@ -157,7 +157,7 @@ class Timed(Scalar):
         self.now += 10
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def clock() -> Any:
     before = callbacks.throughput.perf_counter
     yield
@@ -168,7 +168,7 @@ def monitor(**more: Any) -> ThroughputMonitor:
     return ThroughputMonitor(len, lambda batch: 3 * len(batch), **more)
 
 
-def test_throughput_counts_training_without_validation(clock: None) -> None:
+def test_throughput_counts_training_without_validation() -> None:
     settings: dict[str, Any] = {"log_every_n_steps": 2, "val_check_interval": 3, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1}
     trainer, logger = fit(Timed(), loader(range(24), 2), monitor(available_flops=1e10), val=loader(range(6), 2), **settings)
     assert logger.named("train/time") == {2: 4.0, 4: 8.0, 6: 12.0}  # two batches of a second in each step
@@ -182,7 +182,7 @@ def test_throughput_counts_training_without_validation(clock: None) -> None:
     assert not trainer.callback_metrics  # they differ from rank to rank
 
 
-def test_rates_reach_back_one_window(clock: None) -> None:
+def test_rates_reach_back_one_window() -> None:
     class Slowing(Timed):
         flops_per_batch = None
 
@@ -199,7 +199,7 @@ def test_rates_reach_back_one_window(clock: None) -> None:
         ThroughputMonitor(len, window_size=0)
 
 
-def test_test_and_predict_are_measured_whole(clock: None) -> None:
+def test_test_and_predict_are_measured_whole() -> None:
     class Both(Timed):
         def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
             self.now += 2
@@ -310,7 +310,7 @@ def test_the_slow_rank_is_named_with_its_reason(fetch: float, forward: float, re
     assert text.startswith("Rank 1 is the slow one in step 2") and f"It {reason} longer" in text
 
 
-def test_alone_there_is_no_skew_and_validation_is_no_wait(clock: None) -> None:
+def test_alone_there_is_no_skew_and_validation_is_no_wait() -> None:
     module = Timed()
     watch = StragglerMonitor()
     settings: dict[str, Any] = {"log_every_n_steps": 3, "val_check_interval": 2, "accumulate_grad_batches": 2}

@@ -25,6 +25,7 @@ from tests.helpers.modules import Net, Scalar, assert_same, loader, quiet, weigh
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resume import EveryStep, Stop
 from trainer import MisconfigurationException
+from trainer.outcome import _picklable_attributes
 
 # -- Timer -----------------------------------------------------------------------------------------------------------------
 
@@ -48,7 +49,7 @@ class Ticking(Scalar):
         self.now += 10
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def clock() -> Any:
     before = callbacks.timer.time
     yield
@@ -63,7 +64,7 @@ def timed(timer: Timer, folder: Any = None, resume: Any = None, **settings: Any)
     return trainer, module
 
 
-def test_the_timer_stops_at_a_step_or_at_an_epochs_end(clock: None, capsys: Any) -> None:
+def test_the_timer_stops_at_a_step_or_at_an_epochs_end(capsys: Any) -> None:
     for interval, steps in (("step", 6), ("epoch", 8)):
         timer = Timer("00:00:00:06", interval)
         trainer, _ = timed(timer)
@@ -75,7 +76,7 @@ def test_the_timer_stops_at_a_step_or_at_an_epochs_end(clock: None, capsys: Any)
     assert capsys.readouterr().out == ""
 
 
-def test_the_timer_measures_every_stage(clock: None) -> None:
+def test_the_timer_measures_every_stage() -> None:
     timer = Timer()
     trainer, module = quiet(accelerator="cpu", max_epochs=2, num_sanity_val_steps=1, callbacks=[timer]), Ticking()
     assert (timer.time_elapsed(), timer.start_time(), timer.time_remaining()) == (0.0, None, None)
@@ -88,7 +89,7 @@ def test_the_timer_measures_every_stage(clock: None) -> None:
     assert timer.time_elapsed() == 72.0  # goes on where the first fit ended
 
 
-def test_the_limit_holds_for_the_whole_of_a_training_that_is_resumed(clock: None, tmp_path: Path) -> None:
+def test_the_limit_holds_for_the_whole_of_a_training_that_is_resumed(tmp_path: Path) -> None:
     timed(Timer({"seconds": 6}), tmp_path)
     timer = Timer({"seconds": 6})
     trainer, module = timed(timer, resume=tmp_path / "step=4.ckpt")
@@ -142,6 +143,12 @@ def test_a_function_may_log_what_another_callback_monitors() -> None:
     trainer = quiet(accelerator="cpu", max_epochs=9, callbacks=[late, EarlyStopping("late", patience=2)])
     trainer.fit(Scalar(), loader([1.0, 2.0]))
     assert trainer.current_epoch == 3
+
+
+def test_functions_stay_the_callers_after_a_run_in_other_processes() -> None:
+    made = LambdaCallback(on_train_end=lambda trainer, module: None)
+    made.count = 3  # type: ignore[attr-defined]
+    assert _picklable_attributes(made) == {"count": 3}
 
 
 def test_names_that_are_no_hooks_are_refused() -> None:

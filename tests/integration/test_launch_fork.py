@@ -101,3 +101,24 @@ def test_where_a_copy_could_not_work(monkeypatch):
     finally:
         ended.set()
         thread.join()
+
+
+def test_classes_of_the_script_stay_the_same():
+    process = local_tests.start("""
+        from trainer.launchers import ForkLauncher
+
+        class OwnError(Exception):
+            def __init__(self, code):
+                super().__init__(code)
+                self.code = code
+
+        def fail(world):
+            raise OwnError(7)
+
+        assert ForkLauncher(2).launch(lambda world: OwnError) is OwnError
+        try:
+            ForkLauncher(2).launch(fail)
+        except OwnError as error:
+            print("caught", error.code)
+        """)
+    assert process.communicate(timeout=60)[0] == "caught 7\n" and process.returncode == 0

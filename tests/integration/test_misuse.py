@@ -371,7 +371,8 @@ def test_a_monitor_that_is_logged_only_later_is_no_mistake(tmp_path):
 def test_mistakes_that_would_pass_without_a_word():
     class NoReturn(Scalar):
         def training_step(self, batch, batch_idx):
-            super().training_step(batch, batch_idx)
+            if batch > 5:
+                return super().training_step(batch, batch_idx)
 
     with pytest.warns(UserWarning, match="training_step returned None, so the batch is skipped"):
         quiet(max_epochs=1).fit(NoReturn(), loader([1, 2]))
@@ -404,3 +405,49 @@ def test_a_monitor_of_a_validation_that_never_runs_is_found_before_step_1():
     with pytest.raises(MisconfigurationException, match="nothing logs that name"), pytest.warns(UserWarning):
         quiet(max_epochs=1, callbacks=[EarlyStopping("val_loss")]).fit(module, loader([1, 1]))
     assert module.w.item() == 0.0
+
+
+class Forgets(Scalar):
+    def training_step(self, batch, batch_idx):
+        (self.w * batch).mean()
+
+
+class Fails(Scalar):
+    def training_step(self, batch, batch_idx):
+        raise ArithmeticError("mine")
+
+
+def test_a_forgotten_return_is_found_before_anything_runs():
+    fails("Forgets.training_step returns nothing, .* Return the loss", Forgets())
+    fails("mine", Fails(), error=ArithmeticError)  # it never comes to its end, which is another matter
+    only_runs = type("OnlyRuns", (Forgets,), {"configure_optimizers": lambda self: None})
+    with pytest.warns(UserWarning, match="configure_optimizers returned None"):
+        quiet(max_epochs=1).fit(only_runs(), loader([1]))
+
+
+def test_an_object_of_lightnings_is_recognised():
+    theirs = type("LightningModule", (torch.nn.Module,), {"__module__": "lightning.pytorch.core.module"})
+    with pytest.raises(MisconfigurationException, match=r"It is Lightning's LightningModule: import from trainer and callbacks instead"):
+        quiet().fit(type("Mine", (theirs,), {})(), loader([1]))
+
+
+def test_arguments_in_the_wrong_places():
+    with pytest.raises(MisconfigurationException, match="the order is monitor"):
+        EarlyStopping(3, "loss")
+    with pytest.raises(MisconfigurationException, match="resume=True must be 'auto', 'last' or the path"):
+        Trainer(resume=True)
+    fails("does not exist. Did you mean 'auto'", error=CheckpointError, resume="atuo")
+
+
+def test_a_strategy_answers_barrier_and_broadcast():
+    class Asks(Scalar):
+        def setup(self, stage):
+            self.trainer.strategy.barrier("here")
+            self.answer = self.trainer.strategy.broadcast(7)
+
+    module = Asks()
+    quiet(max_epochs=1).fit(module, loader([1]))
+    assert module.answer == 7
+    strategy = SingleDeviceStrategy()
+    strategy.barrier()
+    assert strategy.broadcast(8) == 8

@@ -155,3 +155,23 @@ def test_no_warning_in_a_plain_resume(own_directory):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit("last")
+
+
+def test_auto_looks_only_where_this_trainer_saves(own_directory, capsys):
+    fit(max_epochs=1)  # another experiment, in the default folder
+    trainer, _ = fit("auto", keep=False, max_epochs=1, callbacks=[ModelCheckpoint("mine")])
+    assert trainer.ckpt_path is None and "Going on" not in capsys.readouterr().out
+    trainer, _ = fit("auto", keep=False, max_epochs=2, callbacks=[ModelCheckpoint("mine")])
+    assert trainer.ckpt_path == str(own_directory / "mine" / "epoch=0-step=2.ckpt")
+    assert f"Going on from {trainer.ckpt_path}: epoch 0, step 2." in capsys.readouterr().out
+
+
+def test_a_file_of_another_module_is_named(own_directory):
+    class Wider(Seeing):
+        def __init__(self):
+            super().__init__()
+            self.more = torch.nn.Linear(1, 1)
+
+    fit(max_epochs=1)
+    with pytest.raises(CheckpointError, match=r"last\.ckpt is not of this module.*\n.*more\.weight"):
+        fit("last", module=Wider(), max_epochs=2)

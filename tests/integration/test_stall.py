@@ -17,8 +17,9 @@ import torch.distributed as dist
 from callbacks import Callback
 from tests.helpers.modules import Net, loader, quiet
 from tests.helpers.ranks import run_ranks
-from trainer import StallError, stall
+from trainer import FSDPStrategy, StallError, stall
 from trainer.dist import Dist
+from trainer.launchers import ForkLauncher
 from trainer.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,12 +33,12 @@ def doze(name):
 
 
 class Sleeper(Net):
-    def __init__(self, where, step=3):
+    def __init__(self, where, step=3, rank=1):
         super().__init__()
-        self.where, self.step = where, step
+        self.where, self.step, self.rank = where, step, rank
 
     def training_step(self, batch, batch_idx):
-        if self.where == "train" and self.global_rank == 1 and self.global_step == self.step:
+        if self.where == "train" and self.global_rank == self.rank and self.global_step == self.step:
             doze("train")
         return super().training_step(batch, batch_idx)
 
@@ -115,6 +116,14 @@ class Frozen(Net):
 def test_a_rank_that_cannot_answer_is_named():
     with pytest.raises(StallError, match="Rank 1 did not answer"):
         quiet(strategy="ddp", devices=2, max_epochs=1, timeout=2).fit(Frozen(), loader(Net.rows(16), 2))
+
+
+def test_a_rank_asleep_under_hybrid_fsdp():
+    """Each rank waits in a group of the mesh, and the account comes before anybody waits for weights to come together."""
+    with pytest.raises(StallError, match=r"Rank 3 was last seen in training step 1 \(epoch 0\)\.\n"):
+        strategy, launcher = FSDPStrategy(shard_size=2), ForkLauncher(4)
+        trainer = quiet(strategy=strategy, launcher=launcher, accelerator="cpu", devices=4, max_epochs=1, timeout=2)
+        trainer.fit(Sleeper("train", step=1, rank=3), loader(Net.rows(16), 1))
 
 
 class Failing(Net):

@@ -217,7 +217,9 @@ def test_toggling_leaves_requires_grad_as_it_was() -> None:
 def test_misuse_of_manual_and_automatic_optimization_is_named() -> None:
     class Both(Scalar):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-            self.manual_backward((self.w * batch).mean())
+            loss = (self.w * batch).mean()
+            self.manual_backward(loss)
+            return loss
 
     with pytest.raises(MisconfigurationException, match=r"manual_backward belongs to manual optimization.*automatic_optimization = False"):
         quiet(max_epochs=1).fit(Both(), loader([1]))

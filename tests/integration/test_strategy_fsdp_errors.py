@@ -125,3 +125,18 @@ def test_an_older_torch_is_told():
             quiet(strategy=FSDPStrategy(find_unused_parameters=True), devices=2, max_steps=1).fit(Net(), loader(Net.rows(4), 2))
 
     run_ranks(task)
+
+
+class Unfinished(FSDPStrategy):
+    def finish(self):
+        if self.dist.world.rank == 1:
+            raise OSError("no room")
+        super().finish()
+
+
+def test_weights_that_cannot_come_together_on_one_rank_end_all():
+    def task():
+        quiet(strategy=Unfinished(), devices=2, max_epochs=1).fit(Net(), loader(Net.rows(8), 2))
+
+    with pytest.raises(OSError, match="no room"):
+        run_ranks(task, timeout=20)

@@ -232,3 +232,10 @@ def test_processes_of_the_local_launcher():
     module, _ = train(average, module=Parts(norm=False), strategy="fsdp", devices=2)
     assert average.n_averaged == 12
     assert_same(weights(module), weights(expected))
+
+
+@pytest.mark.filterwarnings("ignore:Nothing to do")
+def test_resuming_a_finished_fit_leaves_the_averages(tmp_path):
+    whole_run, _ = train(EMAWeightAveraging(decay=DECAY), tmp_path)
+    again, _ = train(EMAWeightAveraging(decay=DECAY), resume_from=sorted(tmp_path.glob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns)[-1])
+    assert_same(weights(again), weights(whole_run), atol=0)

@@ -18,7 +18,7 @@ FILES = {
 """Dotted name of every module -> its file."""
 
 OPTIONAL = {
-    "yaml", "tqdm.notebook", "IPython", "rich", "torchmetrics", "tensorboard", "torch.utils.tensorboard", "trainer.strategies.sharding",
+    "yaml", "tqdm.notebook", "IPython", "rich", "torchmetrics", "psutil", "tensorboard", "torch.utils.tensorboard", "trainer.strategies.sharding",
     "trainer.strategies.schedule", "trainer.strategies.dtensors",
     "trainer.checkpoint.sharded",
 }  # fmt: skip

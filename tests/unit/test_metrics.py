@@ -12,7 +12,8 @@ import torch
 
 from tests.helpers.datasets import together
 from trainer import MisconfigurationException
-from trainer.metrics import Collector, Published, batch_size_of, is_metric, merge_states
+from trainer.entries import merge_states
+from trainer.metrics import Collector, Published, batch_size_of, is_metric
 
 
 class ThreadDist:

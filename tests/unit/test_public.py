@@ -48,7 +48,8 @@ FACE = """
     is_global_zero num_devices device_ids num_nodes train_dataloader val_dataloaders test_dataloaders predict_dataloaders
     num_training_batches num_val_batches num_test_batches num_predict_batches num_sanity_val_batches limit_train_batches
     limit_val_batches limit_test_batches limit_predict_batches fast_dev_run accumulate_grad_batches gradient_clip_val
-    gradient_clip_algorithm estimated_stepping_batches enable_validation is_last_batch
+    gradient_clip_algorithm estimated_stepping_batches enable_validation is_last_batch publishes_step data_shares records
+    batch_indices
 """
 
 MODULE = """

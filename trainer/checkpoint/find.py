@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import CheckpointError, MisconfigurationException
+from trainer.errors import CheckpointError, MisconfigurationException, nearest
 
 __all__ = ["files", "newest", "resolve"]
 
@@ -50,7 +50,7 @@ def resolve(
             raise CheckpointError(f"ckpt_path='last': there is no checkpoint in {', '.join(folders) or 'any folder'}. 'auto' starts afresh then.")
         return found
     if not os.path.exists(wanted):
-        raise CheckpointError(f"ckpt_path={os.fspath(wanted)!r} does not exist.")
+        raise CheckpointError(f"ckpt_path={os.fspath(wanted)!r} does not exist.{nearest(os.fspath(wanted), ('auto', 'last', 'best'))}")
     return os.fspath(wanted)
 
 

@@ -85,9 +85,10 @@ def _write(table: dict[str, Any], parts: dict[str, DTensor], temporary: Path, pa
 
 def _agree(problem: Exception | None, path: Path, dist: Dist) -> None:
     """Raise rank 0's problem on all ranks."""
-    text = None if problem is None else str(problem) if isinstance(problem, CheckpointError) else ""
-    if text == "":
-        text = f"Could not save the checkpoint to {path}: {io.root_cause(problem)}"
+    text = None
+    if problem is not None:
+        ours = isinstance(problem, CheckpointError)
+        text = str(problem) if ours else f"Could not save the checkpoint to {path}: {io.root_cause(problem)}"
     text = dist.broadcast(text)
     if text is not None:
         raise CheckpointError(text) from problem

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from trainer.data.epoch import Epoch, Fetched, OpenEpoch, Stream, rest
+from trainer.data.epoch import Epoch
+from trainer.data.open_epoch import Fetched, OpenEpoch, Stream, rest
 from trainer.data.source import Source, Spec, declared_length, resolve_limit
 from trainer.errors import DataError, MisconfigurationException, nearest
 

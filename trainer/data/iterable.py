@@ -15,8 +15,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate, default_convert, get_worker_info
 
-from trainer.data.epoch import Epoch, Fetched, OpenEpoch, Stream, rest
+from trainer.data.epoch import Epoch
 from trainer.data.fetch import end_kept_workers, end_workers, guarded, read, rebuild
+from trainer.data.open_epoch import Fetched, OpenEpoch, Stream, rest
 from trainer.data.selfsharding import shards_itself
 from trainer.data.source import DeclaredSource, Spec, declared_length
 from trainer.seed import derive, seed_rngs

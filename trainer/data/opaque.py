@@ -6,9 +6,10 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.data.epoch import Epoch, Fetched, OpenEpoch, Stream, rest
+from trainer.data.epoch import Epoch
 from trainer.data.fetch import end_kept_workers, end_workers, guarded
 from trainer.data.iterable import is_stateful
+from trainer.data.open_epoch import Fetched, OpenEpoch, Stream, rest
 from trainer.data.selfsharding import shards_itself
 from trainer.data.source import DeclaredSource, Spec, declared_length
 from trainer.seed import derive, seed_rngs

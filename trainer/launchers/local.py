@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -30,10 +28,11 @@ from trainer.errors import MisconfigurationException, SIGTERMException
 from trainer.launchers import bulk
 from trainer.launchers.base import Launcher, ProcessError
 from trainer.launchers.blame import culprit
+from trainer.launchers.parent import ParentState
 from trainer.launchers.rendezvous import BACKEND, checks
 from trainer.launchers.supervisor import Event, RankLeft, Supervisor, socket_path
 from trainer.launchers.transport import Report, dumps, loads
-from trainer.signals import ENDING, caught_natively
+from trainer.signals import ENDING
 from trainer.world import World
 
 __all__ = ["LocalLauncher"]
@@ -42,7 +41,6 @@ T = TypeVar("T")
 _WORKER = Path(__file__).with_name("worker.py")
 GRACE_S = 30.0
 _SOCKET_PATH_LIMIT = 100  # bytes; the systems' own limits are 104 and 108
-_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class LocalLauncher(Launcher):
@@ -114,7 +112,7 @@ class LocalLauncher(Launcher):
     def _launch(self, task: Any, program: Callable[[str], tuple[Any, ...]], base: str | None = None) -> Any:
         """Start what `program(folder)` names (an executable or a function, and its arguments) as the ranks of `task`."""
         try:
-            with _private_folder(base) as folder, _ParentState(getattr(task, "saves_on", ())):
+            with _private_folder(base) as folder, ParentState(getattr(task, "saves_on", ())):
                 failure = self._run(folder, *program(folder))
                 if failure is None:
                     return _result(folder)
@@ -247,70 +245,3 @@ def _private_folder(base: str | None = None) -> Iterator[str]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-class _ParentState:
-    """What a launch changes in this process, put back: signal handlers and a variable; and torchelastic's loggers, silent meanwhile.
-
-    They warn of each rank that is stopped, and report events as they happen; the exception that is raised says what matters.
-
-    Launches from several threads may overlap: the first saves what they share, and the last puts it back.
-    """
-
-    _lock = threading.Lock()
-    _users = 0
-    _variable: str | None = None
-    _silenced: ClassVar[list[logging.Logger]] = []
-
-    def __init__(self, saves_on: Iterable[str] = ()) -> None:
-        self._passed = [getattr(signal, name) for name in ("SIGTERM", *saves_on) if hasattr(signal, name)]
-        self._told = False
-
-    def __enter__(self) -> None:
-        sys.stdout.flush()  # the ranks write to the same streams
-        sys.stderr.flush()
-        cls = _ParentState
-        with cls._lock:
-            if cls._users == 0:
-                cls._variable = os.environ.get(_SIGNALS_VARIABLE)
-                cls._silenced = [logger for logger in _elastic_loggers() if not logger.disabled]
-                for logger in cls._silenced:
-                    logger.disabled = True
-            cls._users += 1
-        signals = [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *self._passed]
-        on_main = threading.current_thread() is threading.main_thread()  # elsewhere torchelastic installs no handlers
-        self._handlers = {number: signal.getsignal(number) for number in signals} if on_main else {}
-        for number, handler in self._handlers.items():
-            foreign = handler is signal.SIG_DFL and caught_natively(number)
-            if number in self._passed and handler not in (None, signal.SIG_IGN) and not foreign:
-                signal.signal(number, self._pass_on)
-
-    def _pass_on(self, number: int, frame: Any) -> None:
-        """Let torchelastic tell the ranks, once: while they save, another signal must not cut that short."""
-        handler = self._handlers[number]
-        if callable(handler):
-            handler(number, frame)
-        if not self._told:
-            self._told = True
-            raise SignalException(f"signal {number}", sigval=signal.Signals(number))
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._handlers.items():
-            if handler is not None:  # None: it was not installed from Python and cannot be put back
-                signal.signal(number, handler)
-        cls = _ParentState
-        with cls._lock:
-            cls._users -= 1
-            if cls._users == 0:
-                for logger in cls._silenced:
-                    logger.disabled = False
-                os.environ.pop(_SIGNALS_VARIABLE, None)
-                if cls._variable is not None:
-                    os.environ[_SIGNALS_VARIABLE] = cls._variable
-
-
-def _elastic_loggers() -> list[logging.Logger]:
-    """torchelastic's loggers, and that of the module it forks with; some have a level of their own, so silencing their parent would not do."""
-    prefixes = ("torch.distributed.elastic", "torch.multiprocessing")
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
-    return [logging.getLogger(name) for name in (*names, "torchelastic-events-null")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ def check_job(job: Any, saves: bool) -> None:
             raise MisconfigurationException("torch.compile(module) hides the TrainModule; call module.compile() in its place, and pass module.")
         if any(isinstance(given, TrainModule) for given in (*job.loaders.values(), job.datamodule)):
             raise MisconfigurationException(f"trainer.{fn} takes the module first, then the data: trainer.{fn}(module, loader).")
-        raise MisconfigurationException(f"trainer.{fn} takes a TrainModule; got {_kind(module)}.")
+        raise MisconfigurationException(f"trainer.{fn} takes a TrainModule; got {_kind(module)}.{_moving(module)}")
     if job.datamodule is not None and not isinstance(job.datamodule, DataModule):
         raise MisconfigurationException(f"datamodule must be a DataModule; got {_kind(job.datamodule)}.")
     check_module(module)
@@ -54,6 +56,23 @@ def _kind(given: Any) -> str:
     if isinstance(given, type):
         return f"the class {given.__qualname__}, not an object of it: write {given.__name__}(...)"
     return f"{type(given).__module__}.{type(given).__qualname__}"
+
+
+def _moving(given: Any) -> str:
+    """What to do with an object of Lightning's."""
+    ours = [base for base in type(given).__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
+    return f" It is Lightning's {ours[0].__name__}: import from trainer and callbacks instead (docs/migrating.md)." if ours else ""
+
+
+def _returns_nothing(function: Any) -> bool:
+    """True for a function written in Python that has no `return` with a value, is no generator and does not only raise."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None or hasattr(function, "__wrapped__") or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
+        return False
+    lines = list(dis.get_instructions(code))
+    ends = [(before, line) for before, line in zip([None, *lines], lines, strict=False) if line.opname.startswith("RETURN_")]
+    nothing = [line.argval is None if line.opname == "RETURN_CONST" else before.opname == "LOAD_CONST" and before.argval is None for before, line in ends]
+    return bool(nothing) and all(nothing)
 
 
 def _plain_hparams(job: Any) -> None:
@@ -74,6 +93,12 @@ def _needs_methods(module: TrainModule, fn: str) -> None:
         raise MisconfigurationException(
             f"trainer.fit needs {name}.configure_optimizers(self); return an optimizer, for example torch.optim.SGD("
             "self.parameters(), lr=0.1), or None for a module that only runs."
+        )
+    trains = fn == "fit" and module.automatic_optimization and not _returns_nothing(module.configure_optimizers)
+    if trains and _returns_nothing(module.training_step):
+        raise MisconfigurationException(
+            f"{name}.training_step returns nothing, so there is no loss to train on. Return the loss; or, to call self.manual_backward "
+            "yourself, set self.automatic_optimization = False."
         )
 
 

@@ -18,9 +18,23 @@ from trainer.errors import MisconfigurationException
 from trainer.optim import clip
 from trainer.world import World
 
-__all__ = ["SingleDeviceStrategy", "Strategy"]
+__all__ = ["Closing", "SingleDeviceStrategy", "Strategy"]
 
 _NULL = nullcontext()
+
+
+class Closing:
+    """The context of the forward and backward that end a step; `action` completes it, unless they failed."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action = action
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self.action()
 
 
 class Strategy:
@@ -42,6 +56,8 @@ class Strategy:
 
     waits_inside: bool = False
     """True when ranks wait for each other inside forward and backward, for more than the reduction of gradients."""
+    stuck: bool = False
+    """True when a run has failed since a rank hangs: then `teardown` waits for nobody."""
     late_sync: bool = False
     """True in a run whose gradients are averaged by `sync_gradients`, once a step, and not while backward runs."""
 
@@ -172,6 +188,18 @@ class Strategy:
     def clip(self, optimizer: torch.optim.Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of `optimizer` by the norm of the whole model's, or each element. Collective."""
         clip(optimizer, value, algorithm)
+
+    # -- what user code asks of a strategy during a run ---------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; `name` is accepted as in Lightning. Collective. Outside of a run nobody waits."""
+        if (dist := self.__dict__.get("dist")) is not None:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s picklable object on every rank. Collective. Outside of a run the object itself."""
+        dist = self.__dict__.get("dist")
+        return obj if dist is None else dist.broadcast(obj, src)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from trainer.dist import Dist
 from trainer.errors import MisconfigurationException
 from trainer.strategies.averaging import average, gradients_of
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import Closing, Strategy
 
 __all__ = ["DDPStrategy"]
 
@@ -31,20 +31,6 @@ class _Router(torch.nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.step(*args)
-
-
-class _Complete:
-    """The context of a forward and backward that ends with all gradients averaged; says which were left out."""
-
-    def __init__(self, strategy: DDPStrategy) -> None:
-        self.strategy = strategy
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self.strategy.check_reduced()
 
 
 class DDPStrategy(Strategy):
@@ -63,8 +49,8 @@ class DDPStrategy(Strategy):
     distributed = True
     local: bool = False
     _ddp: DistributedDataParallel | None = None
-    _complete: AbstractContextManager[Any] = _NULL
-    _of_a_run = ("_ddp", "_complete")
+    _last: AbstractContextManager[Any] = _NULL
+    _of_a_run = ("_ddp", "_last")
 
     def __init__(
         self,
@@ -84,8 +70,10 @@ class DDPStrategy(Strategy):
         super().wrap(training)
         if self._ddp is not None:  # other parameters are trained from here on
             self._ddp = None
-            self.__dict__.pop("_complete", None)
+            self.__dict__.pop("_last", None)
             gc.collect()  # its reducer goes, and with it what it hung onto the parameters
+            for kept in ("error_dict", "p_memory_dict", "q_memory_dict"):  # what PowerSGD has of each bucket; the buckets are others now
+                getattr(self.comm_state, kept, {}).clear()
         trainable = any(p.requires_grad for p in self.module.parameters())
         if not training or self.dist.alone or not trainable or not self.module.automatic_optimization:
             return
@@ -102,7 +90,7 @@ class DDPStrategy(Strategy):
         )
         if self.comm_hook is not None:
             self._ddp.register_comm_hook(self.comm_state, self.comm_hook)
-        self.training_step, self._complete = self._ddp, _Complete(self)
+        self.training_step, self._last = self._ddp, Closing(self.check_reduced)
 
     def device_ids(self) -> list[torch.device] | None:
         """Return the device to which DDP moves what it is called with; None to leave everything where it is."""
@@ -110,7 +98,7 @@ class DDPStrategy(Strategy):
 
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
         if self._ddp is None or (last and not self.local):
-            return self._complete
+            return self._last
         if self._ddp.static_graph:
             raise MisconfigurationException(
                 "static_graph=True: torch's DDP cannot leave out the reduction of a batch of a static graph, which accumulation and "
@@ -212,5 +200,5 @@ class DDPStrategy(Strategy):
     def teardown(self) -> None:
         self._ddp = None
         self.local = False
-        self.__dict__.pop("_complete", None)
+        self.__dict__.pop("_last", None)
         super().teardown()

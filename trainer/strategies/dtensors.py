@@ -236,7 +236,7 @@ class DistributedModule:
         original.grad, original.data = None, value
         return original.requires_grad_(sharded.requires_grad)
 
-    def rescue(self) -> bool:
+    def rescue(self, stuck: bool) -> bool:
         """Restore after a failure; False where parts could not be put together, which are then empty (device "meta").
 
         The ranks may stand anywhere, so they meet in a group of their own, which times out.
@@ -246,6 +246,8 @@ class DistributedModule:
             self.restore()
             return True
         try:
+            if stuck:  # the account of the stall must reach the caller before the stuck rank is ended
+                raise RuntimeError
             group = torch_dist.new_group(backend="gloo", timeout=_PATIENCE)
             parts: list[Any] = [None] * torch_dist.get_world_size()
             torch_dist.all_gather_object(parts, [local(t).cpu() for t in found], group=group)

@@ -104,9 +104,14 @@ class FSDPStrategy(Strategy):
             if self._kind.type == "cuda":
                 torch.cuda.set_device(self._kind)  # fully_shard takes the current device
             self._mesh = _sharding().make_mesh(self._kind.type, torch_dist.get_world_size(), self.shard_size)
+            self.dist.limit(self._mesh.get_all_groups())
         return self._mesh
 
     # -- placing and wrapping ----------------------------------------------------------------------------------------------
+
+    def connect(self, module: torch.nn.Module, dist: Dist) -> Callable[[], None]:
+        self.dist = dist  # of the run, for a mesh that `configure_model` asks for
+        return super().connect(module, dist)
 
     def setup(self, module: torch.nn.Module, device: torch.device, dist: Dist) -> None:
         """Give every rank its shards of rank 0's weights. Collective.
@@ -270,14 +275,16 @@ class FSDPStrategy(Strategy):
         """Make the module plain. After a failed run its weights come together if all ranks failed; else they are empty, on "meta"."""
         if self._sharded is not None:
             sharded, self._sharded = self._sharded, None
-            _rescue(sharded)
+            _rescue(sharded, self.stuck)
         self._mesh, self._gathered = None, False
         super().teardown()
 
 
-def _rescue(sharded: Any) -> None:
+def _rescue(sharded: Any, stuck: bool) -> None:
     """Restore a module after a failure. The ranks may stand anywhere, so they meet in a group of their own, which times out."""
     try:
+        if stuck:  # the account of the stall must reach the caller before the stuck rank is ended
+            raise RuntimeError
         group = torch_dist.new_group(backend="gloo", timeout=_PATIENCE)
         value_of = sharded.from_peers(group)
         sharded.restore(value_of)

@@ -18,7 +18,7 @@ from trainer.errors import MisconfigurationException
 from trainer.metric_objects import is_metric
 from trainer.optim import grads_of
 from trainer.strategies.averaging import average, gradients_of
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import Closing, Strategy
 from trainer.strategies.layout import DIMS, check_size, check_stages, place, settle
 from trainer.strategies.pipeline import Stages
 from trainer.world import World
@@ -26,20 +26,6 @@ from trainer.world import World
 __all__ = ["ModelParallelStrategy"]
 
 _NULL = nullcontext()
-
-
-class _Complete:
-    """The context of a forward and backward that ends with all gradients averaged."""
-
-    def __init__(self, strategy: ModelParallelStrategy) -> None:
-        self.strategy = strategy
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self.strategy.sync_gradients()
 
 
 class ModelParallelStrategy(Strategy):
@@ -67,10 +53,8 @@ class ModelParallelStrategy(Strategy):
     distributed = True
     plain_afterwards = False
     waits_inside = True
-    pipeline: Any = None
-    """What cuts the module into stages, while a run has several; else None."""
     drive: Any = None
-    """What trains through them."""
+    """What trains through the stages of `pipeline`."""
     _tensors: Any = None
     _last: AbstractContextManager[Any] = _NULL
     _of_a_run = ("device_mesh", "pipeline", "drive", "_tensors", "_last", "_metrics", "_home", "_kind")
@@ -131,9 +115,7 @@ class ModelParallelStrategy(Strategy):
         if self._kind.type == "cuda":
             torch.cuda.set_device(self._kind)
         self.device_mesh = init_device_mesh(self._kind.type, self.sizes, mesh_dim_names=DIMS)
-        if dist.timeout is not None:  # torch gives the groups of a mesh its own limit, of 10 or 30 minutes
-            for group in self.device_mesh.get_all_groups():
-                torch_dist.distributed_c10d._set_pg_timeout(dist.timeout, group)
+        dist.limit(self.device_mesh.get_all_groups())
         dist.broadcast_tensors([t for t in (*module.parameters(), *module.buffers()) if not t.is_meta])
         self._home = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         if self._kind.type != "cpu":
@@ -195,7 +177,7 @@ class ModelParallelStrategy(Strategy):
         super().wrap(training)
         if self.pipeline is not None and training:
             self.drive = _schedule().Drive(self.pipeline, self.schedule)
-        self._last = _Complete(self) if training and self.module.automatic_optimization else _NULL
+        self._last = Closing(self.sync_gradients) if training and self.module.automatic_optimization else _NULL
 
     def check_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Refuse optimizers that would not see the parts, or need all weights at once.
@@ -312,7 +294,7 @@ class ModelParallelStrategy(Strategy):
         for metric in self.__dict__.pop("_metrics", []):
             metric.process_group = None
         tensors, self._tensors = self._tensors, None
-        if tensors is not None and not tensors.rescue():
+        if tensors is not None and not tensors.rescue(self.stuck):
             self.__dict__.pop("_previous_device", None)  # what is empty cannot be moved
             warnings.warn(
                 "The run failed on some ranks only, so the parts of its weights could not be put together: the parameters that were cut are "
