@@ -23,6 +23,9 @@ class Callback:
     monitors: bool = False
     """True for callbacks that read the numbers of the epoch just ended: their `on_train_epoch_end` runs after those were published."""
 
+    stops_in_steps: bool = False
+    """True for a callback that may set `trainer.should_stop` in a hook of a step. (Those of other packages are taken to do so.)"""
+
     publishes: bool = False
     """True for callbacks that publish numbers under names that are known only then; other callbacks may monitor those."""
 
@@ -169,7 +172,7 @@ class Callback:
 
 
 _STATE_NAMES = {"state_key", "state_dict", "load_state_dict"}
-HOOKS = frozenset(n for n in vars(Callback) if not n.startswith("_") and n not in _STATE_NAMES | {"monitors", "publishes"})
+HOOKS = frozenset(n for n in vars(Callback) if not n.startswith("_") and n not in _STATE_NAMES | {"monitors", "publishes", "stops_in_steps"})
 """The names of all callback hooks."""
 
 

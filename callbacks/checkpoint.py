@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from callbacks.checkpoint_claims import claim, release
-from callbacks.checkpoint_files import PREEMPTED, absolute, fill_name, point, remove, why_unwritable
+from callbacks.checkpoint_files import PREEMPTED, absolute, check_name, fill_name, point, remove, why_unwritable
 from callbacks.checkpoint_ranking import Ranking
 from callbacks.errors import MisconfigurationException, nearest
 from callbacks.loggers.plain import to_yaml
@@ -82,6 +82,7 @@ class ModelCheckpoint(Ranking):
         super().__init__(every_n_train_steps, train_time_interval, every_n_epochs, save_on_train_epoch_end)
         self.dirpath = None if dirpath is None else absolute(dirpath)
         self.filename = filename
+        check_name(filename or "")
         self.verbose = verbose
         self.save_last = save_last
         self.save_on_exception = save_on_exception

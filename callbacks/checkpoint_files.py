@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from callbacks.errors import CheckpointError
+from callbacks.errors import CheckpointError, MisconfigurationException
 
 PREEMPTED = "preempted.ckpt"
 """What a run saves when its machine is taken away, in the folder of the first ModelCheckpoint; the next save of the resumed run removes it."""
@@ -36,6 +36,22 @@ def why_unwritable(folder: str) -> str | None:
             return None
     except OSError as error:
         return f"{nearest!r}: {error.strerror or error}"
+
+
+def check_name(template: str) -> None:
+    """Refuse a file name with a field that no number can be written into, now rather than at the first save.
+
+    Raises:
+        MisconfigurationException: naming the field.
+    """
+    for name, spec in _FIELD.findall(template):
+        try:
+            format(0.0, spec)
+        except ValueError as error:
+            try:
+                format(0, spec)
+            except ValueError:
+                raise MisconfigurationException(f"ModelCheckpoint(filename={template!r}): {{{name}:{spec}}} cannot be written: {error}.") from None
 
 
 def fill_name(template: str, values: Mapping[str, Any], label: bool, equals: str, missing: Callable[[str], Any]) -> str:

@@ -39,6 +39,7 @@ class Timer(Callback):
             )
         self._duration = _seconds(duration)
         self._interval, self._verbose = interval, verbose
+        self.stops_in_steps = interval == "step"
         self._before = 0.0  # of training: seconds of the runs that this one continues
         self._starts: dict[str, float] = {}
         self._ends: dict[str, float] = {}

@@ -195,9 +195,18 @@ class Dist:
         """Return on every rank the bits that any rank has set (up to 62 of them). Collective."""
         if self.alone:
             return bits
+        return self.union_ahead(bits)()
+
+    def union_ahead(self, bits: int) -> Callable[[], int]:
+        """Begin a `union`, which goes on beside other work; return the function that waits for it. Collective. Not for a process alone."""
         found = torch.tensor([bits], dtype=torch.int64)
-        torch_dist.all_reduce(found, op=torch_dist.ReduceOp.BOR)
-        return int(found.item())
+        work = torch_dist.all_reduce(found, op=torch_dist.ReduceOp.BOR, async_op=True)
+
+        def result() -> int:
+            work.wait()
+            return int(found.item())
+
+        return result
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s picklable object on every rank. Collective."""

@@ -65,6 +65,8 @@ class Run(Leaving, Publishing, Restarts, Saving, Stepping):
         self.accumulate = self.settings.accumulate_grad_batches
         self.should_stop = False
         self.requests: list[Callable[[Any], None]] = []
+        self.asked: Callable[[], int] | None = None  # what comes of the wishes that the ranks told each other ahead of the boundary
+        self.wished_late = True  # a hook that may wish to stop ran since then
         self.done = False
         self.whole = True  # weights, counters, data position, sums and RNG agree, and no hook of the step is still to come
         self.failing = False
@@ -260,11 +262,11 @@ class Run(Leaving, Publishing, Restarts, Saving, Stepping):
 
     def boundary(self) -> None:
         """Fulfil the wishes that hooks left, and agree with the other ranks on whether to stop. Collective."""
-        if self.settings.max_time is not None:
-            self.should_stop |= time.monotonic() - self.started >= self.settings.max_time.total_seconds()
-        lost = LOST if self.background is not None and self.background.failed else 0
-        wishes = self.dist.union(self.should_stop | self.notice.bits | lost)
-        self.whole = True
+        asked, self.asked = self.asked, None
+        wishes = 0 if asked is None else asked()
+        if asked is None or self.wished_late:
+            wishes |= self.dist.union(self.wishes())
+        self.wished_late, self.whole = False, True
         if wishes & LOST:
             self.finish_saves()  # it raises what the writing ended with
         if self.requests:
@@ -277,6 +279,13 @@ class Run(Leaving, Publishing, Restarts, Saving, Stepping):
             self.publish_step()  # the last step of a fit is never lost
         if wishes & SIGNALS:
             self.heed(wishes & SIGNALS)
+
+    def wishes(self) -> int:
+        """Return what this rank wishes for the coming boundary, as bits."""
+        if self.settings.max_time is not None:
+            self.should_stop |= time.monotonic() - self.started >= self.settings.max_time.total_seconds()
+        lost = LOST if self.background is not None and self.background.failed else 0
+        return self.should_stop | self.notice.bits | lost
 
     def limit_reached(self) -> str | None:
         """Return which limit forbids another step ("max_steps" or "max_epochs"), or None."""

@@ -16,6 +16,8 @@ from trainer.optim import LRSchedulerConfig, StepOptimizer, parse_optimizers
 
 __all__ = ["Stepping"]
 
+_LATE = ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+
 
 class Stepping:
     """The part of `Run` that knows optimizers."""
@@ -96,6 +98,11 @@ class Stepping:
                 f"pipeline_parallel_size > 1 does not go with {', '.join(name for name, used in found.items() if used)}: backward of one part of "
                 "a batch runs before forward of the next, on several ranks. Leave it out, or use strategy='ddp' or 'fsdp'."
             )
+
+    def may_stop_late(self) -> bool:
+        """True when a hook between backward and the boundary may wish to stop: then the ranks tell each other at the boundary itself."""
+        timed = any(callback.stops_in_steps for callback in self.callbacks)
+        return timed or self.custom_backward or self.custom_clip or overrides(self.module, TrainModule, "lr_scheduler_step") or any(map(self.hooks.foreign, _LATE))
 
     def _note_step(self, *_: Any) -> None:
         self.stepped = True

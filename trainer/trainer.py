@@ -326,15 +326,16 @@ class Trainer(Calls):
 
     def _checkpoint_folders(self) -> list[str]:
         """Where earlier runs with these settings left checkpoints. With a `dirpath` for every callback these alone: others are other runs."""
+        names = [c.filename for c in self.checkpoint_callbacks if getattr(c, "filename", None)]
         folders = [os.path.abspath(c.dirpath) for c in self.checkpoint_callbacks if c.dirpath]
         if folders and len(folders) == len(self.checkpoint_callbacks):
-            return list(dict.fromkeys(folders))
+            return find.with_subfolders(folders, names)
         folders.append(os.path.join(self.default_root_dir, "checkpoints"))
         for logger in self.loggers:
             root = os.path.join(logger.save_dir or self.default_root_dir, str(logger.name or ""))
             pattern = os.path.join(glob.escape(root), "*", "checkpoints")
             folders += glob.glob(pattern) or [pattern]
-        return list(dict.fromkeys(folders))
+        return find.with_subfolders(folders, names)
 
     def _makes_processes(self) -> bool:
         if self._launcher is not None:

@@ -151,7 +151,8 @@ def test_a_window_that_a_hook_ends_leaves_no_gradient_behind() -> None:
 def none_under_fsdp() -> None:
     class Late(Bad):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-            super().training_step(batch, batch_idx)
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 0 else loss
 
     quiet(accelerator="cpu", strategy="fsdp", devices=2, max_steps=1, bad_loss="skip").fit(Late(), loader(Net.rows(4), 2))
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import threading
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import pytest
@@ -277,7 +278,8 @@ def test_a_save_after_fit_is_on_the_disk_on_return(tmp_path):
 def test_copies_keep_what_is_shared_and_take_the_same_memory_again():
     base = torch.arange(12.0)
     state = {"whole": base, "view": base.view(3, 4)[:, 1:], "turned": base.view(3, 4).t(), "n": [1, (2.5, torch.tensor(3))], "tied": base,
-             "sparse": torch.eye(3).to_sparse(), "empty": torch.empty(0), "nowhere": torch.empty(2, device="meta")}  # fmt: skip
+             "sparse": torch.eye(3).to_sparse(), "empty": torch.empty(0), "nowhere": torch.empty(2, device="meta"),
+             "counter": Counter("aab"), "ordered": OrderedDict(b=1, a=2)}  # fmt: skip
     snapshots = Snapshots()
     copy = snapshots.take(state)
     place = copy["whole"].data_ptr()
@@ -285,6 +287,7 @@ def test_copies_keep_what_is_shared_and_take_the_same_memory_again():
     base.mul_(2)
     for name, value in (("view", [[1, 2, 3], [5, 6, 7], [9, 10, 11]]), ("whole", list(range(12)))):
         assert copy[name].tolist() == value
+    assert copy["counter"] == Counter("aab") and list(copy["ordered"].items()) == [("b", 1), ("a", 2)]
     assert copy["n"] == [1, (2.5, torch.tensor(3))] and copy["sparse"].to_dense().equal(torch.eye(3)) and copy["nowhere"].is_meta
     again = snapshots.take(state)
     assert again["whole"].data_ptr() == place and again["whole"].tolist() == [2.0 * n for n in range(12)]

@@ -86,7 +86,7 @@ def test_c21_the_ranks_own_exception_comes_first_and_nobody_hangs():
 
 class NoLoss(Scalar):
     def training_step(self, batch, batch_idx):
-        return None
+        return None if batch_idx == 0 else super().training_step(batch, batch_idx)
 
 
 class OtherReduction(Scalar):

@@ -162,3 +162,39 @@ def test_a_single_process_gathers_nothing():
     module = Gathering()
     quiet(max_steps=1).fit(module, loader([2.0]))
     assert module.seen[0] == (1,) and module.w.item() == -8.0
+
+
+class Wishes(Net):
+    """Rank 1 wishes to stop in step 2 (counted from 1), in training_step, after backward, or in validation."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        if where == "on_train_batch_end":
+            self.on_train_batch_end = lambda *_: self.wish(where)
+
+    def wish(self, where):
+        if where == self.where and self.global_rank == 1 and self.global_step == (1 if where == "training_step" else 2):
+            self.trainer.should_stop = True
+
+    def training_step(self, batch, batch_idx):
+        self.ahead = self.trainer._run.asks_ahead
+        self.wish("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.wish("validation_step")
+
+
+def test_a_wish_of_one_rank_stops_all_at_that_step_also_where_the_ranks_tell_each_other_during_backward():
+    def task():
+        found = {}
+        for where in ("training_step", "on_train_batch_end", "validation_step"):
+            module = Wishes(where)
+            trainer = quiet(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, val_check_interval=2)
+            trainer.fit(module, loader(Net.rows(24), 2), loader(Net.rows(4), 2))
+            found[where] = (trainer.global_step, module.ahead)
+        return found
+
+    expected = {"training_step": (2, True), "on_train_batch_end": (2, False), "validation_step": (2, True)}
+    assert run_ranks(task) == [expected, expected]

@@ -175,3 +175,28 @@ def test_a_file_of_another_module_is_named(own_directory):
     fit(max_epochs=1)
     with pytest.raises(CheckpointError, match=r"last\.ckpt is not of this module.*\n.*more\.weight"):
         fit("last", module=Wider(), max_epochs=2)
+
+
+def test_an_optimizer_of_other_parameters_is_named(own_directory):
+    class Wider(Seeing):
+        def __init__(self):
+            super().__init__()
+            self.more = torch.nn.Linear(1, 1)
+            self.strict_loading = False
+
+    fit(max_epochs=1)
+    with pytest.raises(CheckpointError, match="optimizer 0 is not the one that configure_optimizers made: .*load_from_checkpoint"):
+        fit("last", module=Wider(), max_epochs=2)
+
+
+@pytest.mark.parametrize("name", ["{epoch}/{step}", "[a]/b-{val:.1f}"])
+def test_auto_finds_files_in_the_sub_folders_of_a_file_name(own_directory, name):
+    def run(epochs):
+        module = Seeing()
+        quiet(max_epochs=epochs, callbacks=[ModelCheckpoint("kept", name)]).fit(module, loader([1, 2]), loader([0]), ckpt_path="auto")
+        return module.seen
+
+    os.makedirs("kept/other/deep")
+    torch.save({"state_dict": {}}, "kept/other/deep/newer.ckpt")  # not of this name's depth
+    assert run(1) == [(0, 1.0), (0, 2.0)]
+    assert run(2) == [(1, 1.0), (1, 2.0)]

@@ -114,6 +114,7 @@ def test_what_a_replica_cannot_log_is_refused_in_its_step():
         class Odd(Scalar):
             def training_step(self, batch, batch_idx):
                 self.log("x", value)  # noqa: B023
+                return super().training_step(batch, batch_idx)
 
         with pytest.raises(MisconfigurationException, match=said) as caught:
             fit(Odd(), loader([1, 2], 2))

@@ -317,6 +317,7 @@ def test_setup_finds_an_impossible_folder(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"mode": "mim"}, "Did you mean 'min'"),
+        ({"filename": "{epoch:zz}"}, "{epoch:zz} cannot be written: Unknown format code"),
         ({"save_top_k": -2}, "save_top_k=-2"),
         ({"save_top_k": 3}, "ranking needs a metric"),
         ({"save_last": "copy"}, "save_last='copy'"),

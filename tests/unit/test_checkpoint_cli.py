@@ -120,3 +120,15 @@ def test_the_command(tmp_path, capsys):
     assert shown(capsys, "consolidate", tmp_path / "a.ckpt", tmp_path / "b.ckpt", status=1) == message
     assert "damaged: it is a folder without a file table.ckpt" in shown(capsys, "consolidate", tmp_path, tmp_path / "b.ckpt", status=1)
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_value_that_holds_itself_or_is_endless_is_cut_short(tmp_path, capsys):
+    ring, deep, wide = {"w": torch.ones(2)}, [], [torch.ones(1)]
+    ring["self"] = ring
+    for _ in range(150):
+        deep = [deep]
+    for _ in range(30):
+        wide = [wide] * 10
+    torch.save({"state_dict": ring, "deep": deep, "wide": wide, "optimizer_states": [{"state": wide}]}, tmp_path / "a.ckpt")
+    text = shown(capsys, "show", tmp_path / "a.ckpt")
+    assert "weights: 1 tensors, 2 numbers" in text and "optimizer 0: 1 tensors, 1 numbers" in text and "deep: [[[" in text

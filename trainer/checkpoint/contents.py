@@ -15,6 +15,7 @@ from trainer.errors import CheckpointError
 __all__ = ["describe"]
 
 _SHOWN = 70  # characters of a value
+_DEEPEST = 100  # levels of containers within each other that are looked into
 _TOLD = {
     "state_dict", "optimizer_states", "lr_schedulers", "callbacks", "hyper_parameters", "datamodule_hyper_parameters", "parts", "format", "epoch",
     "global_step", "seed", "ranks", "pytorch-lightning_version",
@@ -89,13 +90,16 @@ def _items(value: Any) -> list[str]:
     return [f"  {name}: {_value(item)}" for name, item in value.items()] if isinstance(value, Mapping) else [f"  {_value(value)}"]
 
 
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors(value: Any, name: str = "", depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in containers, each container once: one may hold itself, or thousands of times the same one."""
+    seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, (Mapping, list, tuple)):
+    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen and depth < _DEEPEST:
+        seen.add(id(value))
         inner = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in inner:
-            yield from _tensors(item, f"{name}.{key}" if name else str(key))
+            yield from _tensors(item, f"{name}.{key}" if name else str(key), depth + 1, seen)
 
 
 def _rows(tensors: Mapping[str, Tensor]) -> Iterator[str]:
@@ -109,16 +113,28 @@ def _sum(tensors: Mapping[str, Tensor]) -> str:
     return f"{len(tensors)} tensors, {sum(t.numbers for t in found):,} numbers, {_size(sum(t.bytes for t in found))}"
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, depth: int = 0) -> str:
     if isinstance(value, Tensor):
         return f"tensor {'x'.join(map(str, value.shape)) or 'of one number'} {value.dtype}"
-    if isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (Mapping, list, tuple)) and depth == _DEEPEST:
+        text = "..."
+    elif isinstance(value, Mapping):
+        text = "{" + _joined(f"{key}: {_value(item, depth + 1)}" for key, item in value.items()) + "}"
     elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(map(_value, value)) + "]"
+        text = "[" + _joined(_value(item, depth + 1) for item in value) + "]"
     else:
         text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."
+
+
+def _joined(texts: Iterator[str]) -> str:
+    """Join as many as are shown, and ask for no more."""
+    text = ""
+    for item in texts:
+        text += f", {item}" if text else item
+        if len(text) >= _SHOWN:
+            break
+    return text
 
 
 def _size(count: float) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from trainer.errors import CheckpointError, MisconfigurationException, nearest
 
-__all__ = ["files", "newest", "resolve"]
+__all__ = ["files", "newest", "resolve", "with_subfolders"]
 
 
 def resolve(
@@ -52,6 +54,18 @@ def resolve(
     if not os.path.exists(wanted):
         raise CheckpointError(f"ckpt_path={os.fspath(wanted)!r} does not exist.{nearest(os.fspath(wanted), ('auto', 'last', 'best'))}")
     return os.fspath(wanted)
+
+
+def with_subfolders(folders: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return `folders` and, below them, those that a "/" in one of `names` (file names with fields in braces) has made."""
+    folders = list(folders)
+    found = list(folders)
+    for name in dict.fromkeys(names):
+        below = os.path.dirname("*".join(map(glob.escape, re.split(r"\{[^{}]*\}", name))))  # without fields: metrics may be called "val/loss"
+        if below:
+            matches = [match for folder in folders for match in glob.glob(os.path.join(glob.escape(folder), below))]
+            found += [match for match in matches if os.path.isdir(match) and not match.endswith(".ckpt")]  # a sharded checkpoint is a folder
+    return list(dict.fromkeys(found))
 
 
 def files(folders: Iterable[str]) -> list[str]:

@@ -46,7 +46,8 @@ class _Copying:
             copy = kind()
             if kind is OrderedDict:
                 copy.__dict__.update(vars(value))
-            copy.update((key, self.of(item)) for key, item in value.items())
+            for key, item in value.items():  # not `update`: a Counter's would count the pairs
+                copy[key] = self.of(item)
             return copy
         return value
 

@@ -133,7 +133,8 @@ def restore_training(
     """Load the states of optimizers (each through a function that takes its state), schedulers and precision.
 
     Raises:
-        CheckpointError: when the file holds weights alone, or another number of optimizers or schedulers.
+        CheckpointError: when the file holds weights alone, another number of optimizers or schedulers, or an optimizer of other
+            parameters.
     """
     if "optimizer_states" not in table:
         raise CheckpointError(
@@ -146,6 +147,12 @@ def restore_training(
     ):
         if len(loads) != len(states):
             raise CheckpointError(f"configure_optimizers made {len(loads)} {word}(s), but the checkpoint holds {len(states)}.")
-        for load, state in zip(loads, states, strict=True):
-            load(state)
+        for number, (load, state) in enumerate(zip(loads, states, strict=True)):
+            try:
+                load(state)
+            except ValueError as error:  # of the optimizer, which knows no file
+                raise CheckpointError(
+                    f"The checkpoint's {word} {number} is not the one that configure_optimizers made: {error}. To train other parameters, "
+                    "load the weights with load_from_checkpoint(path, strict=False) and start a new fit."
+                ) from error
     precision.load_state_dict(table.get("precision") or {})

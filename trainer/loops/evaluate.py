@@ -77,7 +77,7 @@ def validate(run: Any) -> None:
     Raises:
         SIGTERMException: a signal cut it short; what it had done is thrown away, and the resumed run does it anew.
     """
-    stage, run.stage = run.stage, "validate"
+    stage, run.stage, run.wished_late = run.stage, "validate", True
     collector, streams = run.collector, rng_state()
     try:
         whole = _pass(run, "validate") is not None

@@ -103,6 +103,8 @@ def begin(run: Any) -> bool:
     run.other_step = manual_step if run.manual else closure_step if run.by_closure else None
     if run.guarded:
         run.guard, run.other_step = Guard(run), guarded_step
+    usual = run.compute is forward_backward and run.other_step is None
+    run.asks_ahead = usual and not run.dist.alone and not run.may_stop_late()
     run.validates = run.can_validate()
     if not run.validates and overrides(run.module, TrainModule, "validation_step") and run.settings.limits["validate"] != 0:
         run.trainer.warn("There is a validation_step but no validation loader (val_dataloader, val_dataloaders=): nothing is validated.")
@@ -159,7 +161,7 @@ def end_epoch(run: Any) -> None:
     p = run.progress
     if p.batch == 0 and not run.skip_epoch:
         raise DataError(f"The training loader gave no batch in epoch {p.epoch}. Can it be iterated only once?")
-    run.whole, run.step_id = False, p.step
+    run.whole, run.step_id, run.wished_late = False, p.step, True
     if run.settings.log_every_n_steps:  # the last step of an epoch is never lost, also where the rest was skipped
         run.publish_step()
     show_epoch(run, "on_train_epoch_end")

@@ -51,6 +51,8 @@ def forward_backward(run: Any, window: Window, i: int, batch: Any, index: int) -
             loss = loss * weight
         if run.hears_backward:
             run.hooks.call("on_before_backward", loss)
+        if last and run.asks_ahead:  # beside backward it costs no wait
+            run.asked = run.dist.union_ahead(run.wishes())
         if run.optimizers or loss.requires_grad:
             scaled = run.precision.scale(loss)
             run.hooks.within("backward", run.module.backward, scaled) if run.custom_backward else scaled.backward()

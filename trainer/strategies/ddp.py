@@ -193,8 +193,8 @@ class DDPStrategy(Strategy):
             shown = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
             raise MisconfigurationException(
                 f"These parameters took no part in the loss: {shown}. With strategy='ddp' every parameter must, in the last batch of every step. "
-                "Remove or freeze them (requires_grad_(False)), or use strategy='ddp_find_unused_parameters_true' "
-                "(DDPStrategy(find_unused_parameters=True))."
+                "Remove or freeze them (requires_grad_(False), and trainer.rewrap() if a fit is running), or use "
+                "strategy='ddp_find_unused_parameters_true' (DDPStrategy(find_unused_parameters=True))."
             ) from None
 
     def teardown(self) -> None:
