@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache

@@ -98,6 +98,21 @@ def assert_tables(found, right):
         assert found == right
 
 
+def test_folders_to_which_every_rank_writes_its_parts(tmp_path):
+    def task():
+        parted = mesh(2, 2, save_distributed_checkpoint=True)
+        whole = train("both", tmp_path / "parts", **parted)
+        return whole, train("both", resume=tmp_path / "parts" / "step=2.ckpt", **parted)
+
+    for whole, resumed in run_ranks(task, world_size=4):
+        assert_equal(resumed, whole, atol=0)
+    assert sum(name.endswith(".distcp") for name in os.listdir(tmp_path / "parts" / "step=2.ckpt")) >= 2
+    single = train("single")
+    assert_equal(train("single", resume=tmp_path / "parts" / "step=4.ckpt"), single)
+    with pytest.raises(MisconfigurationException, match="stages of a pipeline are put together by rank 0"):
+        ModelParallelStrategy(pipeline_parallel_size=2, stack="net", save_distributed_checkpoint=True)
+
+
 def test_checkpoints_go_in_all_directions(tmp_path):
     names = ("mesh", "data", "ddp")
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.checkpoint import check_plain, clean, io, leftovers, load, plain, save, strip_prefixes, temporary
+from trainer.checkpoint import check_plain, clean, leftovers, load, plain, save, strip_prefixes, temporary
 from trainer.errors import CheckpointError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -43,6 +43,7 @@ class ModelParallelStrategy(Strategy):
         stack: the name of the nn.Sequential that is cut; None where the module is one.
         micro_batches: the most parts that a training batch is cut into on its way through the stages; None for one a stage.
         schedule: "1F1B" or "GPipe": the order in which stages work on the parts, torch.distributed.pipelining's.
+        save_distributed_checkpoint: True makes checkpoints folders, to which every rank writes its parts; False plain files of rank 0.
 
     Raises:
         MisconfigurationException: for sizes that are no whole numbers >= 1; for what a pipeline needs without one, and what does not go
@@ -67,7 +68,13 @@ class ModelParallelStrategy(Strategy):
         stack: str | None = None,
         micro_batches: int | None = None,
         schedule: str = "1F1B",
+        save_distributed_checkpoint: bool = False,
     ) -> None:
+        if save_distributed_checkpoint and pipeline_parallel_size != 1:
+            raise MisconfigurationException(
+                "save_distributed_checkpoint=True writes the parts of cut layers; stages of a pipeline are put together by rank 0. Leave it out."
+            )
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         check_size("data_parallel_size", data_parallel_size, auto=True)
         check_size("tensor_parallel_size", tensor_parallel_size, auto=True)
         check_size("pipeline_parallel_size", pipeline_parallel_size, auto=False)
@@ -256,6 +263,14 @@ class ModelParallelStrategy(Strategy):
         if self.pipeline is not None:
             state = self.pipeline.optimizer_state(optimizer, state, self._saves())
         return tree_map_only(torch.Tensor, _dtensors().on_rank_zero, state)
+
+    @property
+    def sharded(self) -> bool:
+        """True in a run that writes folders; where nothing can be cut there are no parts."""
+        return self.save_distributed_checkpoint and self._tensors is not None and self.sizes[2] > 1
+
+    def optimizer_parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return _dtensors().plain_groups(optimizer)
 
     def _saves(self) -> bool:
         """True for the pipeline that rank 0 is in."""
