@@ -170,7 +170,7 @@ def _says(error: BaseException, *words: str) -> bool:
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         text = str(link).lower()
-        ours = isinstance(link, torch_dist.DistError) or any(name in text for name in ("gloo", "nccl"))
+        ours = isinstance(link, torch_dist.DistError) or any(name in text for name in ("gloo", "nccl", "pair closure"))  # the last: gloo's, without its name
         if ours and any(word in text for word in words):
             return True
         seen.add(id(link))

@@ -9,7 +9,7 @@ import torch
 
 from trainer.checkpoint import io
 from trainer.checkpoint.keys import plain_keys, strip_prefixes
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, TrainerError
 from trainer.progress import Progress
 
 __all__ = ["DATA_HPARAMS", "FORMAT", "HPARAMS", "assemble", "callback_keys", "progress_of", "restore_module", "restore_training"]
@@ -150,6 +150,8 @@ def restore_training(
         for number, (load, state) in enumerate(zip(loads, states, strict=True)):
             try:
                 load(state)
+            except TrainerError:  # a strategy's own, which says what to do
+                raise
             except ValueError as error:  # of the optimizer, which knows no file
                 raise CheckpointError(
                     f"The checkpoint's {word} {number} is not the one that configure_optimizers made: {error}. To train other parameters, "
