@@ -185,11 +185,7 @@ class Dist:
 
     def agree(self, flag: bool) -> bool:
         """Return True on every rank when any rank says True. Collective."""
-        if self.alone:
-            return flag
-        bits = torch.tensor([int(flag)], dtype=torch.int64)
-        torch_dist.all_reduce(bits, op=torch_dist.ReduceOp.MAX)
-        return bool(bits.item())
+        return bool(self.union(int(flag)))
 
     def union(self, bits: int) -> int:
         """Return on every rank the bits that any rank has set (up to 62 of them). Collective."""

@@ -61,9 +61,7 @@ class Restarts:
 
     def _without_record(self) -> tuple[None, str | None, str]:
         """What is left to do where the agents keep no store for the ranks: the newest file is taken for this fit's. On rank 0."""
-        path = find.resolve(
-            "auto", self.trainer.checkpoint_callbacks, self.trainer._checkpoint_folders(), getattr(self.trainer.checkpoint_io, "damage", None)
-        )
+        path = self.trainer._find_checkpoint("auto")
         return None, path, _story(path)
 
     def _keep_global_batch(self, before: int) -> None:

@@ -311,9 +311,7 @@ class Trainer(Calls):
         if self._run is not None:
             raise MisconfigurationException(f"trainer.{fn} was called inside a run of the same Trainer; make another Trainer for it.")
         self._module, self._datamodule = model, datamodule
-        job.ckpt_path = find.resolve(
-            ckpt_path, self.checkpoint_callbacks, self._checkpoint_folders(), getattr(self.checkpoint_io, "damage", None)
-        )
+        job.ckpt_path = self._find_checkpoint(ckpt_path)
         job.continues = job.ckpt_path is not None and ckpt_path in ("last", "auto")
         return job
 
@@ -323,6 +321,10 @@ class Trainer(Calls):
         if best is not None:
             self.warn(f"trainer.{fn}() without a model uses the best checkpoint, {best}. Pass the model to use its current weights.")
         return best
+
+    def _find_checkpoint(self, wanted: str | os.PathLike[str] | None) -> str | None:
+        """Return the path that `ckpt_path=` stands for; see `find.resolve`."""
+        return find.resolve(wanted, self.checkpoint_callbacks, self._checkpoint_folders(), getattr(self.checkpoint_io, "damage", None))
 
     def _checkpoint_folders(self) -> list[str]:
         """Where earlier runs with these settings left checkpoints. With a `dirpath` for every callback these alone: others are other runs."""

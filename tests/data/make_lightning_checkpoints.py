@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -20,61 +21,12 @@ from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, Model
 from pytorch_lightning.plugins import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
-HERE = Path(__file__).parent
-EPOCHS, BATCHES, BATCH = 4, 6, 2
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
 
+from tests.helpers.lightning_model import BATCH, EPOCHS, model_of, rows  # noqa: E402
 
-def rows(dtype: torch.dtype) -> torch.Tensor:
-    """Return 12 rows of (x1, x2, y), from a formula: the test makes the same."""
-    n = torch.arange(BATCHES * BATCH, dtype=torch.float64)
-    return torch.stack([torch.sin(n), torch.cos(3 * n), torch.sin(2 * n + 1)], dim=1).to(dtype)
-
-
-class Model(pl.LightningModule):
-    """Two layers; `schedule` names the learning-rate schedule."""
-
-    def __init__(self, schedule: str, width: int = 3) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        torch.manual_seed(1)
-        self.net = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
-        self.automatic_optimization = schedule != "manual"
-        self.losses: list[float] = []
-        self.rates: list[float] = []
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return (self.net(batch[0][:, :2]) - batch[0][:, 2:]).square().mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        optimizers = self.optimizers()
-        if self.automatic_optimization:
-            self.rates.append(optimizers.param_groups[0]["lr"])
-            return loss
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        # Rises after the second epoch, so that the plateau schedule acts and the best file is not the last.
-        self.log("val_loss", self.loss(batch) + max(0, self.current_epoch - 1))
-
-    def configure_optimizers(self) -> Any:
-        if self.hparams.schedule == "onecycle":
-            optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * BATCHES // 2)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-        if self.hparams.schedule == "manual":
-            return [torch.optim.SGD(self.net[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        if self.hparams.schedule == "plateau":
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-        return optimizer
+Model = model_of(pl.LightningModule)
 
 
 def fit(schedule: str, folder: str, settings: dict[str, Any], ckpt_path: Path | None = None) -> Model:
@@ -90,6 +42,7 @@ def fit(schedule: str, folder: str, settings: dict[str, Any], ckpt_path: Path | 
     else:
         settings["plugins"] = [make() for make in settings["plugins"]]
     data = DataLoader(TensorDataset(rows(dtype)), batch_size=BATCH)
+    torch.manual_seed(1)
     model = Model(schedule)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=EPOCHS, logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
@@ -132,6 +85,7 @@ def main() -> None:
                     resumed = fit(schedule, other, settings, target)
                 numbers[name][when] = {"losses": resumed.losses, "rates": resumed.rates, "weights": _weights(resumed)}
     (HERE / "lightning.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    torch.manual_seed(1)
     plain = {f"model.{key}": value for key, value in Model("none").double().state_dict().items()}
     torch.save(plain, HERE / "plain-prefixed.pt")
 

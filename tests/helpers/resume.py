@@ -16,7 +16,7 @@ from tests.helpers.datasets import Drawing
 from tests.helpers.modules import quiet
 from trainer import TrainModule
 
-__all__ = ["Epochs", "EveryStep", "Noisy", "Stop", "assert_continues", "noisy_loader", "train"]
+__all__ = ["Epochs", "EveryStep", "Noisy", "SaveAt", "Stop", "assert_continues", "noisy_loader", "train"]
 
 
 class Stop(Exception):
@@ -71,6 +71,17 @@ class EveryStep(ModelCheckpoint):
 
     def __init__(self, folder: Any) -> None:
         super().__init__(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+class SaveAt(Callback):
+    """Saves to `path` in step `step`."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
 
 
 def noisy_loader(size: int = 14, batch_size: int = 4, **more: Any) -> DataLoader:

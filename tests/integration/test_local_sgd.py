@@ -11,6 +11,7 @@ import torch
 from callbacks import Callback, GradientSync
 from tests.helpers.modules import Net, Scalar, loader, quiet
 from tests.helpers.ranks import run_ranks
+from tests.helpers.resume import SaveAt
 from trainer import DDPStrategy, MisconfigurationException
 
 ROWS, BATCH = 36, 3  # of each rank: 6 steps an epoch
@@ -160,15 +161,6 @@ def test_validation_sees_the_mean_and_changes_nothing() -> None:
             mean = (every[0][1][step - 1] + every[1][1][step - 1]) / 2
             torch.testing.assert_close(seen, mean, rtol=0, atol=1e-14)
     assert [step for step, _ in every[0][0]] == list(range(1, 13))
-
-
-class SaveAt(Callback):
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize("warmup", [0, 3])

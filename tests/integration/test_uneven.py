@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from callbacks import Callback
 from tests.helpers.modules import Net, Scalar, quiet
 from tests.helpers.ranks import run_ranks
+from tests.helpers.resume import SaveAt
 from trainer import DataError, MisconfigurationException
 
 PARTS = ([1.0, 2.0, 3.0], [10.0, 20.0, 30.0, 40.0, 50.0])
@@ -138,15 +138,6 @@ def test_join_of_loaders_with_whole_batches_weighs_batches_alike() -> None:
 
     for weights in run_ranks(run):
         assert len(weights) == 10 and weights[4] == pytest.approx(-123.0, abs=1e-12) and weights[9] == pytest.approx(-246.0, abs=1e-12)
-
-
-class SaveAt(Callback):
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize(("accumulate", "workers"), [(1, 0), (2, 0)])

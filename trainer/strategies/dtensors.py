@@ -17,8 +17,8 @@ from torch.nn import Module, Parameter
 from trainer.errors import MisconfigurationException
 
 __all__ = [
-    "DistributedModule", "check_cut", "check_optimizers", "cut_states", "drop_hooks", "is_cut", "is_sharded", "keep_streams", "load_parts", "local",
-    "on_rank_zero", "plain_groups", "settle", "step_singly", "whole",
+    "DistributedModule", "check_cut", "check_optimizers", "cut_states", "drop_hooks", "empty", "is_cut", "is_sharded", "keep_streams", "load_parts", "local",
+    "meet", "on_rank_zero", "plain_groups", "plain_parameter", "settle", "step_singly", "whole",
 ]  # fmt: skip
 
 _PATIENCE = timedelta(seconds=3)  # how long ranks of a failed run wait for each other, to bring their weights together
@@ -174,7 +174,33 @@ def settle(param: Parameter) -> None:
         param.grad = param.grad.redistribute(placements=param.placements)
 
 
-# -- a module with such parameters, and plain again ---------------------------------------------------------------------------
+# -- after a failure, and plain again -------------------------------------------------------------------------------------------
+
+
+def meet(stuck: bool) -> Any:
+    """Return a group in which the ranks of a failed run, which may stand anywhere, bring their weights together; it times out. Collective.
+
+    Where a rank is stuck nobody is waited for (RuntimeError): the account of the stall must reach the caller before that rank is ended.
+    """
+    if stuck:
+        raise RuntimeError("a rank is stuck")
+    return torch_dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+
+def empty(sharded: DTensor) -> torch.Tensor:
+    """Return what stands for a value that could not be put together."""
+    return torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
+
+
+def plain_parameter(original: Parameter | None, sharded: DTensor, value: torch.Tensor) -> Parameter:
+    """Return a plain parameter with `value` in the place of a sharded one: the object that was there before, where there was one."""
+    if original is None or value.is_meta:
+        return Parameter(value, requires_grad=sharded.requires_grad)
+    original.grad, original.data = None, value
+    return original.requires_grad_(sharded.requires_grad)
+
+
+# -- a module with such parameters ---------------------------------------------------------------------------
 
 
 class DistributedModule:
@@ -223,36 +249,25 @@ class DistributedModule:
             if id(t) not in made:
                 value = value_of(t)
                 value = value if value.is_meta else value.to(self.home)  # one by one: the device may not hold all of them whole
-                made[id(t)] = (t, self._plain(m, name, t, value) if table is m._parameters else value)  # `t` is kept: its id stays its own
+                original = self._originals.get((m, name))
+                made[id(t)] = (t, plain_parameter(original, t, value) if table is m._parameters else value)  # `t` is kept: its id stays its own
             table[name] = made[id(t)][1]
         for m in self.root.modules():
             m.__dict__.pop("_distribute_module_applied", None)
             drop_hooks(m, "torch.distributed.tensor")
 
-    def _plain(self, m: Module, name: str, sharded: DTensor, value: torch.Tensor) -> Parameter:
-        original = self._originals.get((m, name))
-        if original is None or value.is_meta:
-            return Parameter(value, requires_grad=sharded.requires_grad)
-        original.grad, original.data = None, value
-        return original.requires_grad_(sharded.requires_grad)
-
     def rescue(self, stuck: bool) -> bool:
-        """Restore after a failure; False where parts could not be put together, which are then empty (device "meta").
-
-        The ranks may stand anywhere, so they meet in a group of their own, which times out.
-        """
+        """Restore after a failure; False where parts could not be put together, which are then empty (device "meta")."""
         found = [t for *_, t in self.tensors()]
         if not found:
             self.restore()
             return True
         try:
-            if stuck:  # the account of the stall must reach the caller before the stuck rank is ended
-                raise RuntimeError
-            group = torch_dist.new_group(backend="gloo", timeout=_PATIENCE)
+            group = meet(stuck)
             parts: list[Any] = [None] * torch_dist.get_world_size()
             torch_dist.all_gather_object(parts, [local(t).cpu() for t in found], group=group)
         except (RuntimeError, ValueError):  # a rank is gone, or stuck in the work that this one left
-            self.restore(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
+            self.restore(empty)
             return False
         place = {id(t): i for i, t in enumerate(found)}
         self.restore(lambda t: _joined(t, [parts[rank][place[id(t)]] for rank in t.device_mesh.mesh.tolist()]))

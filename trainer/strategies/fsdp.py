@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from trainer.strategies.base import Strategy
 __all__ = ["FSDPStrategy"]
 
 _NULL = nullcontext()
-_PATIENCE = timedelta(seconds=3)  # how long ranks of a failed run wait for each other, to bring their weights together
 
 
 class FSDPStrategy(Strategy):
@@ -108,10 +106,6 @@ class FSDPStrategy(Strategy):
         return self._mesh
 
     # -- placing and wrapping ----------------------------------------------------------------------------------------------
-
-    def connect(self, module: torch.nn.Module, dist: Dist) -> Callable[[], None]:
-        self.dist = dist  # of the run, for a mesh that `configure_model` asks for
-        return super().connect(module, dist)
 
     def setup(self, module: torch.nn.Module, device: torch.device, dist: Dist) -> None:
         """Give every rank its shards of rank 0's weights. Collective.
@@ -275,26 +269,14 @@ class FSDPStrategy(Strategy):
         """Make the module plain. After a failed run its weights come together if all ranks failed; else they are empty, on "meta"."""
         if self._sharded is not None:
             sharded, self._sharded = self._sharded, None
-            _rescue(sharded, self.stuck)
+            if not sharded.rescue(self.stuck):
+                warnings.warn(
+                    "The run failed on some ranks only, so the shards of its weights could not be put together: the module's parameters are "
+                    "empty (device 'meta'). Load a checkpoint, or build the module anew.",
+                    stacklevel=2,
+                )
         self._mesh, self._gathered = None, False
         super().teardown()
-
-
-def _rescue(sharded: Any, stuck: bool) -> None:
-    """Restore a module after a failure. The ranks may stand anywhere, so they meet in a group of their own, which times out."""
-    try:
-        if stuck:  # the account of the stall must reach the caller before the stuck rank is ended
-            raise RuntimeError
-        group = torch_dist.new_group(backend="gloo", timeout=_PATIENCE)
-        value_of = sharded.from_peers(group)
-        sharded.restore(value_of)
-    except (RuntimeError, ValueError):  # a rank is gone, or stuck in the work that this one left
-        sharded.restore(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
-        warnings.warn(
-            "The run failed on some ranks only, so the shards of its weights could not be put together: the module's parameters are "
-            "empty (device 'meta'). Load a checkpoint, or build the module anew.",
-            stacklevel=2,
-        )
 
 
 def _sharding() -> Any:

@@ -25,7 +25,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
 from trainer.errors import MisconfigurationException
-from trainer.strategies.dtensors import check_optimizers, cut_states, drop_hooks, is_sharded, load_parts, on_rank_zero, whole
+from trainer.strategies.dtensors import (
+    check_optimizers,
+    cut_states,
+    drop_hooks,
+    empty,
+    is_sharded,
+    load_parts,
+    meet,
+    on_rank_zero,
+    plain_parameter,
+    whole,
+)
 
 __all__ = [
     "ShardedModule", "check_optimizers", "cut_states", "forward_method", "is_sharded", "load_parts", "make_mesh", "on_rank_zero", "plan", "whole",
@@ -201,12 +212,18 @@ class ShardedModule:
     def _plain(self, m: Module, name: str, sharded: DTensor, value: torch.Tensor) -> Parameter:
         home, original = self.homes.get((m, name)), self.originals.get((m, name))
         value = value if value.is_meta or home is None else value.to(home)
-        if original is None or value.is_meta:
-            return Parameter(value, requires_grad=sharded.requires_grad)
-        original.grad, original.data = None, value
-        return original.requires_grad_(sharded.requires_grad)
+        return plain_parameter(original, sharded, value)
 
-    def from_peers(self, group: Any) -> Callable[[DTensor], torch.Tensor]:
+    def rescue(self, stuck: bool) -> bool:
+        """Restore after a failure; False where shards could not be put together, and parameters are empty (device "meta")."""
+        try:
+            self.restore(self._from_peers(meet(stuck)))
+        except (RuntimeError, ValueError):  # a rank is gone, or stuck in the work that this one left
+            self.restore(empty)
+            return False
+        return True
+
+    def _from_peers(self, group: Any) -> Callable[[DTensor], torch.Tensor]:
         """Return a function that puts a parameter together through `group`, a group of all ranks beside the mesh. Collective."""
         mine = torch_dist.get_rank()
         peers = next(row for row in self.mesh.mesh.reshape(-1, self.mesh.size(-1)).tolist() if mine in row)
