@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -27,7 +26,7 @@ import cloudpickle
 import torch
 
 from trainer.launchers.rendezvous import loopback_store
-from trainer.launchers.transport import dumps, loads, pickle_error
+from trainer.launchers.transport import Report, dumps, loads
 
 __all__ = ["RankError", "RemoteTraceback", "run_ranks"]
 
@@ -56,7 +55,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int = 2, timeout: float = 60, 
     arguments and its results travel by cloudpickle, functions and classes of a test module by value.
 
     Raises:
-        the exception of the rank that failed first, with `RemoteTraceback` as its cause.
+        the exception of the rank that failed first, with `RemoteTraceback` as its cause. That a rank lost its connection to one that
+            failed may be known before the reason is, so such an error counts only where no rank gives another.
         RankError: a process died without a word.
         TimeoutError: not all had ended after `timeout` seconds; the message shows the stacks of those that hung.
     """
@@ -102,6 +102,7 @@ def _collect(processes: list[Any], readers: list[Connection], timeout: float, fo
     deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
     failed: BaseException | None = None
+    victim = False
     pending = {reader: rank for rank, reader in enumerate(readers)}
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
@@ -112,12 +113,12 @@ def _collect(processes: list[Any], readers: list[Connection], timeout: float, fo
         for reader in ready:
             rank = pending.pop(reader)
             try:
-                failure, answer = loads(reader.recv_bytes())
+                kind, answer = loads(reader.recv_bytes())
             except EOFError:
                 processes[rank].join()
-                failure, answer = True, RankError(f"rank {rank} died with exit code {processes[rank].exitcode}.")
-            if failure and failed is None:
-                failed = answer if isinstance(answer, BaseException) else _with_traceback(rank, *answer)
+                kind, answer = "died", RankError(f"rank {rank} died with exit code {processes[rank].exitcode}.")
+            if kind and (failed is None or (victim and kind != "victim")):
+                failed, victim = answer if isinstance(answer, BaseException) else _with_traceback(rank, *answer), kind == "victim"
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
             results[rank] = answer
     if failed is not None:
@@ -201,7 +202,7 @@ def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, st
 
 
 def _child(task: bytes, writer: Connection, environment: dict[str, str], stacks: str) -> None:
-    """One rank: take the caller's environment, run the task, answer (failed, result or (pickled exception, text))."""
+    """One rank: take the caller's environment, run the task, answer ("", result) or (kind of failure, (pickled exception, text))."""
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives a killed test session
@@ -214,9 +215,10 @@ def _child(task: bytes, writer: Connection, environment: dict[str, str], stacks:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         try:
             fn, kwargs = loads(task)
-            answer = dumps((False, fn(**kwargs)))
+            answer = dumps(("", fn(**kwargs)))
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: the test decides what they mean
-            answer = dumps((True, (pickle_error(error), traceback.format_exc())))
+            report = Report.of(int(environment["RANK"]), error)
+            answer = dumps((report.kind, (report.error, report.text)))
         writer.send_bytes(answer)
         writer.close()
         faulthandler.unregister(signal.SIGUSR1)

@@ -46,6 +46,28 @@ def test_local_functions_and_the_callers_environment(monkeypatch):
     assert run_ranks(task) == [("seen", 0), ("seen", 1)]
 
 
+def test_a_lost_connection_does_not_hide_the_reason_that_is_told_later(tmp_path):
+    told = tmp_path / "told"
+
+    def task():
+        dist.init_process_group("gloo", init_method="env://")
+        rank = dist.get_rank()
+        dist.barrier()
+        if rank == 1:
+            dist.destroy_process_group()
+            while not told.exists():
+                time.sleep(0.01)
+            time.sleep(0.3)  # rank 0's answer is most likely there by now
+            raise OwnError(7)
+        try:
+            dist.barrier()
+        finally:
+            told.touch()
+
+    with pytest.raises(OwnError, match="number 7"):
+        run_ranks(task)
+
+
 def test_the_first_exception_comes_back_with_its_type_and_traceback():
     def task():
         dist.init_process_group("gloo", init_method="env://")
