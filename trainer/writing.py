@@ -13,7 +13,7 @@ from trainer.launchers.transport import loads, pickle_error
 
 __all__ = ["LOST", "Writing"]
 
-LOST = 1 << 30
+LOST = 8  # beside the bits of `signals`
 """What rank 0 wishes at a boundary when something cannot be written in the background: that all ranks end with its error."""
 
 

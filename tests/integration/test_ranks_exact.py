@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
+from callbacks import GradientSync
 from tests.helpers.modules import Net, Scalar, loader, quiet
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import train_by_hand
-from trainer import TrainModule
+from trainer import DDPStrategy, TrainModule
+from trainer.dist import Dist
+from trainer.signals import SIGNALS, STOP
+from trainer.strategies.rider import BITS
+from trainer.writing import LOST
 
 # samples, accumulated batches: a short last window; a short batch inside a window; a last batch without a sample for rank 1
 SHAPES = [(27, 3), (23, 4), (25, 2)]
@@ -198,3 +204,52 @@ def test_a_wish_of_one_rank_stops_all_at_that_step_also_where_the_ranks_tell_eac
 
     expected = {"training_step": (2, True), "on_train_batch_end": (2, False), "validation_step": (2, True)}
     assert run_ranks(task) == [expected, expected]
+
+
+FORMS = {  # how -> (arguments of the trainer, whether wishes travel with the gradients)
+    "ddp": (lambda: {"strategy": "ddp"}, True),
+    "accumulation, views": (lambda: {"strategy": DDPStrategy(gradient_as_bucket_view=True), "accumulate_grad_batches": 2}, True),
+    "unused parameters": (lambda: {"strategy": "ddp_find_unused_parameters_true"}, True),
+    "static graph": (lambda: {"strategy": DDPStrategy(static_graph=True)}, True),
+    "bf16-true": (lambda: {"strategy": "ddp", "precision": "bf16-true"}, True),
+    "16-mixed": (lambda: {"strategy": "ddp", "precision": "16-mixed"}, True),
+    "compressed": (lambda: {"strategy": DDPStrategy(comm_hook=bf16_compress_hook)}, False),
+    "on their own": (lambda: {"strategy": "ddp", "callbacks": [GradientSync(average_every=2)]}, False),
+}
+
+
+def test_wishes_travel_with_the_gradients_where_they_arrive_as_they_were_sent(monkeypatch):
+    def task():
+        apart, found = [], {}
+        union_ahead = Dist.union_ahead
+        monkeypatch.setattr(Dist, "union_ahead", lambda self, bits: apart.append(bits) or union_ahead(self, bits))
+        for name, (form, _) in FORMS.items():
+            module = Wishes("training_step")
+            trainer = quiet(accelerator="cpu", devices=2, max_epochs=2, **form())
+            trainer.fit(module, loader(Net.rows(48), 2))
+            found[name] = (trainer.global_step, module.ahead)
+            apart.clear()
+            trainer = quiet(accelerator="cpu", devices=2, max_steps=3, **form())
+            trainer.fit(Net(), loader(Net.rows(48), 2))
+            found[name] += (len(apart) < 3,)  # those of the beginning only
+        return found
+
+    expected = {name: (2, True, travels) for name, (_, travels) in FORMS.items()}
+    assert run_ranks(task) == [expected, expected]
+
+
+def test_a_wish_travels_also_with_a_loss_of_weight_zero_and_a_dictionary():
+    class Weightless(Wishes):
+        def training_step(self, batch, batch_idx):
+            return {"loss": 0 * super().training_step(batch, batch_idx)}
+
+    def task():
+        trainer = quiet(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2)
+        trainer.fit(Weightless("training_step"), loader(Net.rows(24), 2))
+        return trainer.global_step
+
+    assert run_ranks(task) == [2, 2]
+
+
+def test_every_wish_has_its_bit_in_the_message():
+    assert (STOP | SIGNALS | LOST).bit_count() == 4 and STOP | SIGNALS | LOST < 2**BITS

@@ -52,7 +52,7 @@ def forward_backward(run: Any, window: Window, i: int, batch: Any, index: int) -
         if run.hears_backward:
             run.hooks.call("on_before_backward", loss)
         if last and run.asks_ahead:  # beside backward it costs no wait
-            run.asked = run.dist.union_ahead(run.wishes())
+            run.asked = run.strategy.ask_ahead(run.wishes)
         if run.optimizers or loss.requires_grad:
             scaled = run.precision.scale(loss)
             run.hooks.within("backward", run.module.backward, scaled) if run.custom_backward else scaled.backward()

@@ -167,6 +167,14 @@ class Strategy:
     def drop_step(self) -> None:
         """Forget the step at hand, whose last forward is followed by no backward. On all ranks alike."""
 
+    def ask_ahead(self, wishes: Callable[[], int]) -> Callable[[], int]:
+        """Send what this rank wishes (bits, asked at once or in the backward that follows) beside backward. Collective.
+
+        Returns:
+            the function that gives the bits that any rank has.
+        """
+        return self.dist.union_ahead(wishes())
+
     def sync_gradients(self) -> None:
         """Average all gradients over ranks, for backward passes that no wrapper saw (manual optimization). Collective."""
 

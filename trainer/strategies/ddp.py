@@ -6,6 +6,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from trainer.dist import Dist
 from trainer.errors import MisconfigurationException
 from trainer.strategies.averaging import average, gradients_of
 from trainer.strategies.base import Closing, Strategy
+from trainer.strategies.rider import Rider
 
 __all__ = ["DDPStrategy"]
 
@@ -25,12 +27,13 @@ _NULL = nullcontext()
 class _Router(torch.nn.Module):
     """What DDP wraps: its `forward` is the module's training step, so that DDP's own hooks run around it."""
 
-    def __init__(self, module: torch.nn.Module, step: Callable[..., Any]) -> None:
+    def __init__(self, module: torch.nn.Module, step: Callable[..., Any], rider: Rider | None) -> None:
         super().__init__()
-        self.module, self.step = module, step
+        self.module, self.step, self.rider = module, step, rider  # in this order: DDP numbers the module's parameters first
 
     def forward(self, *args: Any) -> Any:
-        return self.step(*args)
+        output = self.step(*args)
+        return output if self.rider is None else self.rider.board(output)
 
 
 class DDPStrategy(Strategy):
@@ -50,7 +53,8 @@ class DDPStrategy(Strategy):
     local: bool = False
     _ddp: DistributedDataParallel | None = None
     _last: AbstractContextManager[Any] = _NULL
-    _of_a_run = ("_ddp", "_last")
+    _rider: Rider | None = None
+    _of_a_run = ("_ddp", "_last", "_rider")
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class DDPStrategy(Strategy):
     def wrap(self, training: bool) -> None:
         super().wrap(training)
         if self._ddp is not None:  # other parameters are trained from here on
-            self._ddp = None
+            self._ddp = self._rider = None
             self.__dict__.pop("_last", None)
             gc.collect()  # its reducer goes, and with it what it hung onto the parameters
             for kept in ("error_dict", "p_memory_dict", "q_memory_dict"):  # what PowerSGD has of each bucket; the buckets are others now
@@ -82,8 +86,9 @@ class DDPStrategy(Strategy):
                 raise MisconfigurationException("recover_oom=True averages gradients after backward, without a comm_hook. Leave one of them out.")
             return
         self._names = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        self._rider = self._new_rider()
         self._ddp = DistributedDataParallel(
-            _Router(self.module, self.training_step),
+            _Router(self.module, self.training_step, self._rider),
             device_ids=self.device_ids(),
             find_unused_parameters=self.find_unused_parameters,
             **self.ddp_kwargs,
@@ -95,6 +100,22 @@ class DDPStrategy(Strategy):
     def device_ids(self) -> list[torch.device] | None:
         """Return the device to which DDP moves what it is called with; None to leave everything where it is."""
         return None if self.root_device.type == "cpu" else [self.root_device]
+
+    def _new_rider(self) -> Rider | None:
+        """None where wishes travel apart: reading them would wait for an accelerator, or a hook changes what is sent."""
+        dtype = self._trainable()[0].dtype
+        apart = self.root_device.type != "cpu" or self.comm_hook is not None or "mixed_precision" in self.ddp_kwargs
+        return None if apart or not dtype.is_floating_point else Rider(dtype)
+
+    def ask_ahead(self, wishes: Callable[[], int]) -> Callable[[], int]:
+        if self._rider is None or self.local:
+            return super().ask_ahead(wishes)
+        self._rider.ask(wishes)
+        return partial(self._answer, wishes)
+
+    def _answer(self, wishes: Callable[[], int]) -> int:
+        found = self._rider.answer()
+        return self.dist.union(wishes()) if found is None else found
 
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
         if self._ddp is None or (last and not self.local):
@@ -198,7 +219,7 @@ class DDPStrategy(Strategy):
             ) from None
 
     def teardown(self) -> None:
-        self._ddp = None
+        self._ddp = self._rider = None
         self.local = False
         self.__dict__.pop("_last", None)
         super().teardown()
