@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | bench | clean.   Everything is installed into .venv, on the first call that needs it.
+# make demo | test | test-gpu | docs | bench | clean.   Everything is installed into .venv, on the first call that needs it.
 #
 # Each extra has a stamp in .venv, written last. `.venv/installing` exists while .venv is being filled: a run that finds it
 # comes after one that was cut off, and starts anew, since a half-copied package can look like a whole one to pip.
@@ -10,7 +10,7 @@ HAS = $(wildcard $(VENV)/ready-*)
 export PYTHONPATH := $(CURDIR)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test test-gpu bench clean
+.PHONY: help demo test test-gpu docs bench clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -28,6 +28,10 @@ NEEDED := import cloudpickle, pytest, sklearn, tensorboard, torch, torchmetrics,
 test-gpu:
 	@if $(PYTHON) -c '$(NEEDED)' 2>/dev/null; then set -x; $(PYTHON) -m pytest -m gpu $(ARGS); \
 	else $(MAKE) --no-print-directory $(VENV)/ready-dev && $(BIN) -m pytest -m gpu $(ARGS); fi
+
+docs: $(VENV)/ready-docs
+	$(BIN) -m sphinx -W --keep-going -b html docs docs/_build
+	@echo "docs/_build/index.html"
 
 bench: $(VENV)/ready-bench
 	$(BIN) benchmarks/overhead.py
@@ -48,5 +52,5 @@ $(VENV)/ready-%: setup.cfg pyproject.toml
 	@rm $(VENV)/installing && touch $@
 
 clean: # what the commands above wrote, but for .venv
-	rm -rf build dist *.egg-info runs csv_logs checkpoints .pytest_cache
+	rm -rf build dist *.egg-info runs csv_logs checkpoints docs/_build .pytest_cache
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +

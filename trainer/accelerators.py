@@ -25,7 +25,7 @@ class Accelerator(ABC):
     name: str = ""
     """What it is called in messages."""
     device_type: str = ""
-    """The `type` of its `torch.device`s; decides what autocast computes in."""
+    """The `type` of its torch devices; decides what autocast computes in."""
 
     @abstractmethod
     def is_available(self) -> bool:
