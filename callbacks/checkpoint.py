@@ -293,6 +293,10 @@ class ModelCheckpoint(Ranking):
         inside = os.path.commonpath([absolute(os.path.dirname(path)), str(self.dirpath)]) == self.dirpath
         return inside and (trainer.continues or not trainer.ckpt_path or absolute(trainer.ckpt_path) != absolute(path))
 
+    def file_exists(self, filepath: str | os.PathLike[str], trainer: Any) -> bool:
+        """Return whether rank 0 finds a file or folder at `filepath`. Collective."""
+        return trainer.broadcast(trainer.is_global_zero and os.path.exists(filepath))
+
     # -- names -----------------------------------------------------------------------------------------------------------
 
     def format_checkpoint_name(

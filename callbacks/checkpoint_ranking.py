@@ -115,8 +115,9 @@ class Ranking(SaveTriggers):
             return
         kept = {old: value for old, value in self.best_k_models.items() if old not in stale and old != path}
         self.best_k_models = {**kept, path: score}
-        self.kth_best_model_path = self._ranked()[-1]
-        self.kth_value = self.best_k_models[self.kth_best_model_path]
+        if self.save_top_k in (-1, len(self.best_k_models)):  # before, there is no k-th
+            self.kth_best_model_path = self._ranked()[-1]
+            self.kth_value = self.best_k_models[self.kth_best_model_path]
         best = min(self.best_k_models, key=self._rank)
         best_is_nan = self._rank(best)[0]
         self.best_model_path = "" if best_is_nan else best

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -56,6 +57,8 @@ class EarlyStopping(Callback):
     """
 
     monitors = True
+    mode_dict: ClassVar[dict[str, Any]] = {"min": torch.lt, "max": torch.gt}
+    order_dict: ClassVar[dict[str, str]] = {"min": "<", "max": ">"}
 
     def __init__(
         self,
@@ -93,6 +96,11 @@ class EarlyStopping(Callback):
         self.best_score = torch.tensor(math.inf if mode == "min" else -math.inf)
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
+
+    @property
+    def monitor_op(self) -> Callable[..., torch.Tensor]:
+        """What says whether one score is better than another: `torch.lt` or `torch.gt`."""
+        return self.mode_dict[self.mode]
 
     @property
     def state_key(self) -> str:
@@ -163,7 +171,7 @@ class EarlyStopping(Callback):
                 EarlyStoppingReason.STOPPING_THRESHOLD,
                 f"Metric {self.monitor} = {value} is better than stopping_threshold = {self.stopping_threshold}. Stopping.",
             )
-        if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
+        if self.divergence_threshold is not None and not math.isnan(value) and self._better(self.divergence_threshold, value):
             return (
                 EarlyStoppingReason.DIVERGENCE_THRESHOLD,
                 f"Metric {self.monitor} = {value} is worse than divergence_threshold = {self.divergence_threshold}. Stopping.",

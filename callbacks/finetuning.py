@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from callbacks import freezing
 from callbacks.callback import Callback
 from callbacks.errors import MisconfigurationException
+from callbacks.pruning_masks import named_parameters
 
 __all__ = ["BaseFinetuning"]
 
@@ -70,7 +71,7 @@ class BaseFinetuning(Callback):
         self._live, saved, self._saved = (trainer, module), self._saved, None
         if saved is None:
             return
-        named, groups = dict(module.named_parameters()), saved["internal_optimizer_metadata"]
+        named, groups = dict(named_parameters(module)), saved["internal_optimizer_metadata"]
         names = {name for of_one in groups.values() for group in of_one for name in group["params"]}
         if unknown := sorted({*names, *saved.get("frozen", ())} - named.keys()):
             raise MisconfigurationException(
@@ -111,13 +112,13 @@ class BaseFinetuning(Callback):
     def _state(self) -> dict[str, Any]:
         """Say by names which parameters are in which group, and what is frozen."""
         trainer, module = self._live  # type: ignore[misc]
-        names = {id(p): name for name, p in module.named_parameters()}
+        names = {id(p): name for name, p in named_parameters(module)}  # those of a pruned module, too
         return {
             "internal_optimizer_metadata": {
                 index: [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
                 for index, optimizer in enumerate(trainer.optimizers)
             },
-            "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
+            "frozen": [name for name, p in named_parameters(module) if not p.requires_grad],
             "untracked": [path for path, layer in freezing.batchnorms(module) if not layer.track_running_stats],
             "epoch": self._epoch,
         }

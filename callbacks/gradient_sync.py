@@ -151,7 +151,7 @@ class GradientAccumulationScheduler(GradientSync):
         if not scheduling:
             raise MisconfigurationException("GradientAccumulationScheduler needs {epoch: batches}; got nothing.")
         super().__init__(scheduling)
-        self.scheduling = self.schedule
+        self.scheduling, self.epochs = self.schedule, self._epochs
 
     def going_to_accumulate_grad_batches(self) -> bool:
         """Return whether any epoch has steps of several batches."""

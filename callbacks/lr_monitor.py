@@ -19,7 +19,8 @@ class LearningRateMonitor(Callback):
     `log_every_n_steps` steps and at an epoch's last step, or once an epoch, at its first step.
 
     Names: "lr-SGD"; "lr-SGD-1" for a second SGD; "lr-SGD/pg1", "lr-SGD/pg2" for several parameter groups, or the group's own "name";
-    a scheduler config's "name" replaces "lr-SGD". Momentum and weight decay append "-momentum" and "-weight_decay".
+    a scheduler config's "name" replaces "lr-SGD". Momentum and weight decay append "-momentum" and "-weight_decay". Where an optimizer gets a
+    second group during the fit (finetuning), "lr-SGD" goes on as "lr-SGD/pg1".
 
     Args:
         logging_interval: "step", "epoch", or None for the interval of each scheduler.
@@ -46,6 +47,7 @@ class LearningRateMonitor(Callback):
         self.last_momentum_values: dict[str, float | None] = {}
         self.last_weight_decay_values: dict[str, float | None] = {}
         self._groups: list[tuple[str, Any, int, str | None]] = []  # label, optimizer, index of the group, interval of its scheduler
+        self._count = 0
         self._logged_step = -1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -56,16 +58,18 @@ class LearningRateMonitor(Callback):
             raise MisconfigurationException("LearningRateMonitor: the trainer has no logger. Give it one, or drop this callback.")
         if not trainer.lr_scheduler_configs:
             warnings.warn("LearningRateMonitor: there is no learning-rate scheduler; the rates will be constant.", stacklevel=2)
-        self._groups = _name_groups(trainer)
+        self._name(trainer)
         self._logged_step = -1
-        for label, *_ in self._groups:
-            self.lrs.setdefault(label, [])
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        if self.logging_interval != "step":
-            self._log(trainer, trainer.global_step + 1, "epoch" if self.logging_interval is None else "any")
+    def _name(self, trainer: Any) -> None:
+        self._groups = _name_groups(trainer)
+        self._count = sum(len(optimizer.param_groups) for optimizer in trainer.optimizers)
+        for label, *_ in self._groups:
+            self.lrs.setdefault(label, self.lrs.pop(label.removesuffix("/pg1"), []))
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and self.logging_interval != "step":  # not in on_train_epoch_start, which comes again where an epoch is resumed
+            self._log(trainer, trainer.global_step + 1, "epoch" if self.logging_interval is None else "any")
         if self.logging_interval == "epoch":
             return
         step, every = trainer.global_step + 1, trainer.log_every_n_steps  # the step that this batch belongs to; 0: never
@@ -78,6 +82,8 @@ class LearningRateMonitor(Callback):
         self._groups = []
 
     def _log(self, trainer: Any, step: int, interval: str) -> None:
+        if self._count != sum(len(optimizer.param_groups) for optimizer in trainer.optimizers):
+            self._name(trainer)
         values: dict[str, float] = {}
         for label, optimizer, index, scheduled in self._groups:
             if interval != "any" and scheduled not in (None, interval):

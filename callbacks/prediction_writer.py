@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -11,9 +12,28 @@ from torch.utils._pytree import tree_map_only
 from callbacks.callback import Callback
 from callbacks.errors import MisconfigurationException, nearest
 
-__all__ = ["BasePredictionWriter"]
+__all__ = ["BasePredictionWriter", "WriteInterval"]
 
-_INTERVALS = ("batch", "epoch", "batch_and_epoch")
+
+class WriteInterval(str, Enum):
+    """When predictions are written. Equal to the strings."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """After each batch."""
+        return "batch" in self.value
+
+    @property
+    def on_epoch(self) -> bool:
+        """At the end."""
+        return "epoch" in self.value
+
+
+_INTERVALS = tuple(interval.value for interval in WriteInterval)
 
 
 class BasePredictionWriter(Callback):
@@ -34,7 +54,7 @@ class BasePredictionWriter(Callback):
             raise MisconfigurationException(
                 f"write_interval={write_interval!r} must be one of {', '.join(_INTERVALS)}.{nearest(str(write_interval), _INTERVALS)}"
             )
-        self.interval = write_interval
+        self.interval = WriteInterval(write_interval)
         self._predictions: list[list[Any]] = []  # by loader, then by batch
         self._indices: list[list[Any]] = []
 
@@ -63,8 +83,8 @@ class BasePredictionWriter(Callback):
             return
         for part in ("batch", "epoch"):
             name = f"write_on_{part}_end"
-            if part in self.interval and getattr(type(self), name) is getattr(BasePredictionWriter, name):
-                raise MisconfigurationException(f"{type(self).__name__}(write_interval={self.interval!r}) has to define {name}.")
+            if part in self.interval.value and getattr(type(self), name) is getattr(BasePredictionWriter, name):
+                raise MisconfigurationException(f"{type(self).__name__}(write_interval={self.interval.value!r}) has to define {name}.")
 
     def on_predict_start(self, trainer: Any, module: Any) -> None:
         self._predictions, self._indices = [], []
@@ -73,16 +93,16 @@ class BasePredictionWriter(Callback):
         if not trainer.records:
             return
         indices = trainer.batch_indices
-        if "batch" in self.interval:
+        if self.interval.on_batch:
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
-        if "epoch" in self.interval:
+        if self.interval.on_epoch:
             for kept in (self._predictions, self._indices):
                 kept.extend([] for _ in range(dataloader_idx + 1 - len(kept)))  # a loader may have no batch for this rank
             self._predictions[dataloader_idx].append(tree_map_only(torch.Tensor, _to_host, outputs))
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Any, module: Any) -> None:
-        if "epoch" not in self.interval or not trainer.records:
+        if not self.interval.on_epoch or not trainer.records:
             return
         predictions, indices = self._predictions, self._indices
         loaders = max(len(trainer.num_predict_batches), 1)

@@ -111,12 +111,16 @@ class WeightAveraging(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         if self._held is not None:
-            self._swap(trainer, module)
+            self._finish(trainer, module)
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
         """A resumed fit with nothing left to do leaves the averages in the module as well."""
         if self._held is not None and not self._swapped:
-            self._swap(trainer, module)
+            self._finish(trainer, module)
+
+    def _finish(self, trainer: Any, module: Any) -> None:
+        """Leave the averages in the module. Collective."""
+        self._swap(trainer, module)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if self._live and self._swapped:

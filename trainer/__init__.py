@@ -9,6 +9,7 @@ import callbacks
 
 _HOME = {
     "Accelerator": "accelerators",
+    "AdvancedProfiler": "profilers",
     "AsyncCheckpointIO": "checkpoint.background",
     "AttributeDict": "hparams",
     "BadLossError": "errors",
@@ -24,21 +25,38 @@ _HOME = {
     "MixedPrecision": "precision",
     "ModelParallelDDPStrategy": "strategies",
     "ModelParallelStrategy": "strategies",
+    "PassThroughProfiler": "profilers",
     "Precision": "precision",
+    "Profiler": "profilers",
+    "PyTorchProfiler": "profilers",
     "RestartError": "errors",
+    "RunningStage": "states",
     "SIGTERMException": "errors",
     "StallError": "errors",
+    "SimpleProfiler": "profilers",
     "SingleDeviceStrategy": "strategies",
     "Strategy": "strategies",
     "TorchCheckpointIO": "checkpoint.files",
     "TrainModule": "module",
     "Trainer": "trainer",
     "TrainerError": "errors",
+    "Tuner": "tuner",
+    "TrainerFn": "states",
+    "TrainerState": "states",
+    "TrainerStatus": "states",
+    "grad_norm": "utilities",
     "isolate_rng": "seed",
+    "rank_zero_debug": "utilities",
+    "rank_zero_deprecation": "utilities",
+    "rank_zero_info": "utilities",
+    "rank_zero_only": "utilities",
+    "rank_zero_warn": "utilities",
     "seed_everything": "seed",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605  (a test checks that each name loads)
+_OF_CALLBACKS = {"summarize"}
+
+__all__ = sorted({*_HOME, *_OF_CALLBACKS})  # noqa: PLE0605  (a test checks that each name loads)
 
 if getattr(callbacks, "BELONGS_TO", None) != __name__:
     raise ImportError(
@@ -53,6 +71,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"trainer.{_HOME[name]}"), name)
         globals()[name] = value
         return value
+    if name in _OF_CALLBACKS:
+        return getattr(callbacks, name)
     raise AttributeError(f"module 'trainer' has no attribute {name!r}")
 
 

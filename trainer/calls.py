@@ -5,17 +5,31 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from trainer import outcome
 from trainer.checkpoint import state
 from trainer.errors import MisconfigurationException
 from trainer.face import Face
 from trainer.record import misplaced
+from trainer.strategies import DDPStrategy, SingleDeviceStrategy
 
 __all__ = ["Calls"]
+
+
+class _NoInit(TorchFunctionMode):
+    """Functions of torch.nn.init leave their tensor as it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 class Calls(Face):
@@ -25,20 +39,32 @@ class Calls(Face):
     _module: Any
     checkpoint_io: Any
     precision_plugin: Any
+    strategy: Any
+    _makes_processes: Any
 
-    def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, path: str | os.PathLike[str] | None = None, weights_only: bool | None = False, storage_options: Any = None, *, filepath: Any = None
+    ) -> None:
         """Write a checkpoint from which a resume continues exactly here, whole or not at all. Collective.
 
         In a hook (or step) between the first batch of an optimizer step and the boundary after it, it is written at that boundary, when
         validation and epoch numbers that belong to the step are there as well. After a fit it is the checkpoint of its end; only where
         the fit ran in processes of its own, whose optimizers ended with them, it holds weights, counters and hyper-parameters alone.
 
+        Args:
+            path: where to.
+            weights_only: leave out all but weights, counters and hyper-parameters.
+            filepath: Lightning's name for `path`.
+
         Raises:
-            MisconfigurationException: before any run; for `storage_options`.
+            MisconfigurationException: before any run; without a path; for `storage_options`.
             CheckpointError: when it cannot be written, or holds what cannot be loaded safely; naming the path or the key.
         """
         if storage_options is not None:
             raise MisconfigurationException("save_checkpoint(storage_options=...): give a checkpoint I/O plug-in that knows them (plugins=).")
+        path, weights_only = filepath if path is None else path, bool(weights_only)
+        if path is None:
+            raise MisconfigurationException("trainer.save_checkpoint(path) needs a path.")
         if self._run is not None:
             self._run.save_checkpoint(path, weights_only)
             return
@@ -133,9 +159,17 @@ class Calls(Face):
                 frame, level = frame.f_back, level + 1
             warnings.warn(message, stacklevel=level)
 
-    def init_module(self) -> Any:
-        """A context in which a module is constructed right away in its final number format."""
-        return self.precision_plugin.init_context()
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """A context in which a module is constructed right away in its final number format, and on its device where this process has one.
+
+        Args:
+            empty_init: leave out torch's own initialisation of layers, for weights that are going to be loaded.
+        """
+        placed = type(self.strategy) in (SingleDeviceStrategy, DDPStrategy) and not self._makes_processes()
+        device = self.strategy.device(self.settings.devices, self._world.local_rank) if placed else torch.device("cpu")
+        with nullcontext() if device.type == "cpu" else device, _NoInit() if empty_init else nullcontext(), self.precision_plugin.init_context():
+            yield
 
     def _live(self, name: str) -> Any:
         if self._run is None:

@@ -73,10 +73,11 @@ class _Steps:
         return self._made[name]
 
     def _compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        run, kept, code = self._run, Kept(), torch.compile(step, **self._options)
+        trainer, kept, code = self._run.trainer, Kept(), torch.compile(step, **self._options)
 
         @functools.wraps(step)  # the loop asks for its arguments
         def call(*args: Any) -> Any:
+            run = trainer._run  # a search for a learning rate puts another in its place
             recorder, run.recorder = run.recorder, kept  # the recorder's counters would be compiled in, anew for each step
             try:
                 output = code(*args)

@@ -13,11 +13,13 @@ from trainer.checkpoint.files import TorchCheckpointIO
 from trainer.checkpoint.plugin import CheckpointIO
 from trainer.devices import NAMES as ACCELERATORS
 from trainer.devices import Devices, resolve
-from trainer.errors import MisconfigurationException
+from trainer.errors import MisconfigurationException, nearest
 from trainer.launchers.base import Launcher
 from trainer.launchers.environment import inside_rank
 from trainer.precision import MixedPrecision, Precision, TruePrecision
 from trainer.precision.plugins import canonical
+from trainer.removed import REMOVED_STRATEGIES
+from trainer.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from trainer.strategies import (
     DataParallelStrategy,
     DDPStrategy,
@@ -28,7 +30,7 @@ from trainer.strategies import (
 )
 from trainer.world import World
 
-__all__ = ["checkpoint_io", "find_devices", "make_launcher", "make_precision", "make_strategy", "plugins"]
+__all__ = ["checkpoint_io", "find_devices", "make_launcher", "make_precision", "make_profiler", "make_strategy", "one_launcher", "one_precision", "plugins"]
 
 _STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single_device": SingleDeviceStrategy,
@@ -45,6 +47,9 @@ _STRATEGIES: dict[str, Callable[[], Strategy]] = {
 }
 
 
+_PROFILERS: dict[str, Callable[[], Profiler]] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+
+
 def _started(strategy: Strategy, start_method: str) -> Strategy:
     strategy.start_method = start_method
     return strategy
@@ -54,14 +59,14 @@ def make_strategy(strategy: str | Strategy, devices: int) -> Strategy:
     """Return the strategy object of a name; "auto" is one device, or DDP where there are several.
 
     Raises:
-        MisconfigurationException: for a name that is neither built in nor a plug-in's, with the nearest.
+        MisconfigurationException: for a name that is neither built in nor a plug-in's, with the nearest, or with what one of Lightning's is here.
     """
     if strategy == "auto":
         strategy = "ddp" if devices > 1 else "single_device"
     if isinstance(strategy, str):
         if strategy in _STRATEGIES:
             return _STRATEGIES[strategy]()
-        return entry_points.make("strategies", "strategy", strategy, Strategy, ("auto", *_STRATEGIES))
+        return entry_points.make("strategies", "strategy", strategy, Strategy, ("auto", *_STRATEGIES), REMOVED_STRATEGIES)
     if not isinstance(strategy, Strategy):
         got = f"the class {strategy.__name__}: write {strategy.__name__}()" if isinstance(strategy, type) else type(strategy).__name__
         raise MisconfigurationException(f"strategy must be a name or a Strategy, got {got}.")
@@ -86,6 +91,8 @@ def find_devices(accelerator: Any, devices: Any, strategy: Strategy | None, worl
     Raises:
         MisconfigurationException: for an accelerator or devices that do not exist.
     """
+    if isinstance(accelerator, str) and (accelerator in _STRATEGIES or accelerator in REMOVED_STRATEGIES):
+        raise MisconfigurationException(f"accelerator={accelerator!r} names a strategy: use strategy={accelerator!r}.")
     if isinstance(accelerator, str) and accelerator not in ACCELERATORS:
         accelerator = entry_points.make("accelerators", "accelerator", accelerator, Accelerator, ACCELERATORS)
     if world is not None and devices == "auto":
@@ -114,21 +121,63 @@ def make_precision(precision: Any, device_type: str) -> Precision:
     return TruePrecision(name)
 
 
-def plugins(given: Any) -> list[Any]:
-    """Return the plug-ins: Precision objects and checkpoint I/O, the latter also by the name of a plug-in.
+def make_profiler(profiler: Any, barebones: bool) -> Profiler:
+    """Return the profiler of a name, or the object itself; None measures nothing.
 
     Raises:
-        MisconfigurationException: for an object that is neither, or an unknown name.
+        MisconfigurationException: for what is no profiler, with the nearest name; together with barebones.
+    """
+    if profiler is None:
+        return PassThroughProfiler()
+    if barebones:
+        raise MisconfigurationException(f"barebones=True runs the loop alone, without profiler={profiler!r}. Leave one of them out.")
+    if isinstance(profiler, str) and profiler in _PROFILERS:
+        return _PROFILERS[profiler]()
+    if not isinstance(profiler, Profiler):
+        hint = nearest(profiler, _PROFILERS) if isinstance(profiler, str) else ""
+        raise MisconfigurationException(f"profiler={profiler!r} must be None, {', '.join(map(repr, _PROFILERS))} or a Profiler object.{hint}")
+    return profiler
+
+
+def plugins(given: Any) -> list[Any]:
+    """Return the plug-ins: Precision objects, launchers and checkpoint I/O, the latter also by the name of a plug-in.
+
+    Raises:
+        MisconfigurationException: for an object that is none of these, or an unknown name.
     """
     found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     found = [entry_points.make("checkpoint_io", "plugins", one, CheckpointIO) if isinstance(one, str) else one for one in found]
     for one in found:
-        if isinstance(one, type) or not isinstance(one, (Precision, CheckpointIO)):
+        if isinstance(one, type) or not isinstance(one, (Precision, CheckpointIO, Launcher)):
             raise MisconfigurationException(
-                "plugins must be Precision objects or objects with save_checkpoint(table, path) and load_checkpoint(path, weights_only); "
+                "plugins must be Precision objects, Launchers or objects with save_checkpoint(table, path) and load_checkpoint(path, weights_only); "
                 f"got {f'the class {one.__name__}' if isinstance(one, type) else type(one).__name__}."
             )
     return found
+
+
+def one_launcher(launcher: Any, plugins: list[Any]) -> Any:
+    """Return the launcher that is asked for, as an argument or among the plug-ins.
+
+    Raises:
+        MisconfigurationException: for both.
+    """
+    found = [one for one in plugins if isinstance(one, Launcher)]
+    if found and (launcher is not None or len(found) > 1):
+        raise MisconfigurationException(f"launcher={launcher!r} and plugins= name {len(found) + (launcher is not None)} launchers; give one.")
+    return found[0] if found else launcher
+
+
+def one_precision(precision: Any, plugins: list[Any]) -> Any:
+    """Return the precision that is asked for, as an argument or among the plug-ins.
+
+    Raises:
+        MisconfigurationException: for both.
+    """
+    found = [one for one in plugins if isinstance(one, Precision)]
+    if found and (len(found) > 1 or precision not in (None, "32-true")):
+        raise MisconfigurationException(f"precision={precision!r} and plugins= name several precisions; give one.")
+    return found[0] if found else precision
 
 
 def checkpoint_io(plugins: list[Any], strategy: Strategy) -> Any:
@@ -137,7 +186,7 @@ def checkpoint_io(plugins: list[Any], strategy: Strategy) -> Any:
     Raises:
         MisconfigurationException: for one that cannot write the parts of a strategy that shards them.
     """
-    found = next((one for one in plugins if not isinstance(one, Precision)), None) or TorchCheckpointIO()
+    found = next((one for one in plugins if not isinstance(one, (Precision, Launcher))), None) or TorchCheckpointIO()
     inner = found.checkpoint_io if isinstance(found, AsyncCheckpointIO) else found
     if getattr(strategy, "state_dict_type", "full") == "sharded" and not hasattr(inner, "save_sharded"):
         raise MisconfigurationException(

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.checkpoint import files, state
-from trainer.hparams import HyperparametersMixin, accepted_arguments
+from trainer.hparams import HyperparametersMixin, accepted_arguments, class_only, read_hparams
 from trainer.module_hooks import move_to
 
 __all__ = ["DataModule"]
@@ -83,17 +83,30 @@ class DataModule(HyperparametersMixin):
                 setattr(module, f"{name}_dataloader", lambda d=data, s=name == "train": loaders(d, s))
         return module
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
-        cls, checkpoint_path: str | Path, map_location: Any = "cpu", weights_only: bool = True, **overrides: Any
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = "cpu",
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = True,
+        **overrides: Any,
     ) -> DataModule:
         """Return a data module constructed with the hyper-parameters, and given the state, that a checkpoint holds for it.
 
+        Args:
+            hparams_file: a YAML file of hyper-parameters that replaces those in the checkpoint.
+            overrides: arguments of `__init__` that replace the saved ones.
+
         Raises:
             CheckpointError: when the file is missing, damaged or unsafe.
+            TypeError: called on an object.
         """
-        table = files.load(checkpoint_path, map_location=map_location, weights_only=weights_only)
-        module = cls(**{**accepted_arguments(cls, table.get(state.DATA_HPARAMS, {})), **overrides})
+        table = files.load(checkpoint_path, map_location=map_location, weights_only=weights_only is not False)
+        saved = read_hparams(hparams_file) if hparams_file is not None else table.get(state.DATA_HPARAMS, {})
+        saved = {name: value for name, value in saved.items() if name not in overrides}
+        module = cls(**{**accepted_arguments(cls, saved), **overrides})
+        module._keep_configuration(saved)
         if table.get(cls.__qualname__):
             module.load_state_dict(table[cls.__qualname__])
         return module

@@ -98,7 +98,7 @@ class Dist:
         return self.world.world_size == 1
 
     def open(self) -> None:
-        """Join the other ranks. Collective. A process group that the user's program opened is used and left open.
+        """Join the other ranks, however late they start. Collective. A process group that the user's program opened is used and left open.
 
         Raises:
             MisconfigurationException: when an open process group has another size than this run.
@@ -115,13 +115,13 @@ class Dist:
             return
         own = torch_dist.Backend.default_device_backend_map.get(self.device_type, "gloo")
         backend = "gloo" if own == "gloo" else f"cpu:gloo,{self.device_type}:{own}"
-        kwargs = {} if self.timeout is None else {"timeout": self.timeout}
         rank, world_size = self.world.rank, self.world.world_size
         store = _meeting_point(str(self.world.init_method), rank, world_size)
         self._number = _number_of_group(store, rank, world_size)
         store = torch_dist.PrefixStore(f"trainer/group/{self._number}", store)
-        torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **kwargs)
+        torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         self._owns_group = True
+        self.limit([torch_dist.group.WORLD])  # only now: who joins waits for processes that still start
         _pause_at_exit()
 
     def line(self, name: str) -> torch_dist.Store | None:
@@ -155,7 +155,7 @@ class Dist:
             torch_dist.all_reduce(_FAREWELL)
 
     def limit(self, groups: Iterable[torch_dist.ProcessGroup]) -> None:
-        """Give groups that torch made the run's time-out; those of a mesh have a limit of torch's own, of 10 or 30 minutes."""
+        """Give groups the run's time-out; torch makes them with a limit of its own, of 10 or 30 minutes."""
         if self.timeout is not None:
             set_timeout = getattr(torch_dist, "set_timeout", None) or torch_dist.distributed_c10d._set_pg_timeout  # the name in older torch
             for group in groups:

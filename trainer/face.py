@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from trainer.arguments import at_least
-from trainer.errors import MisconfigurationException
+from trainer.errors import MisconfigurationException, nearest
+from trainer.removed import REMOVED_ATTRIBUTES
+from trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
-__all__ = ["Face", "TrainerState"]
-
-
-@dataclass
-class TrainerState:
-    """Which function runs ("fit", "validate", "test", "predict"), in which stage, and how it stands."""
-
-    fn: str | None = None
-    stage: str | None = None
-    status: str = "initializing"
-
-    @property
-    def finished(self) -> bool:
-        """True when the last run came to its end."""
-        return self.status == "finished"
+__all__ = ["Face"]
 
 
 class Face:
-    """Read-only properties, but for `should_stop`, `max_epochs`, `max_steps` and `accumulate_grad_batches`."""
+    """Read-only properties, but for `should_stop`, `max_epochs`, `max_steps`, `accumulate_grad_batches`, `ckpt_path` and `logger`."""
 
     _run: Any
+    _ended: Any
+    _chosen_ckpt: Any = None
     settings: Any
     results: Any
 
@@ -38,8 +28,8 @@ class Face:
     @property
     def state(self) -> TrainerState:
         """What the trainer is doing."""
-        stage = self._run.stage if self._run is not None else None
-        return TrainerState(self.results.fn, stage, self.results.status)
+        fn, stage = self.results.fn, self._run.stage if self._run is not None else None
+        return TrainerState(fn and TrainerFn(fn), stage and RunningStage(stage), TrainerStatus(self.results.status))
 
     def _stage_is(self, *stages: str) -> bool:
         return self._run is not None and self._run.stage in stages
@@ -49,6 +39,7 @@ class Face:
     testing = property(lambda self: self._stage_is("test"))
     predicting = property(lambda self: self._stage_is("predict"))
     sanity_checking = property(lambda self: self._stage_is("sanity_check"))
+    evaluating = property(lambda self: self._stage_is("validate", "test", "sanity_check"))
     interrupted = property(lambda self: self.results.status == "interrupted")
     received_sigterm = property(
         lambda self: self.results.received_sigterm or (self._run is not None and self._run.notice.bits != 0),
@@ -63,8 +54,20 @@ class Face:
         lambda self: self._run is not None and self._run.publishes(),
         doc="True in a training step, from its first batch on, whose numbers are published when it is over; the same on all ranks.",
     )
-    ckpt_path = property(lambda self: self.results.ckpt_path)
+    logging_step = property(
+        lambda self: self.global_step if self._run is None else max(self._run.step_id, self.global_step),
+        doc="Where what is logged now belongs on the x axis: the optimizer step (counted from 1) that is being taken, else the last one.",
+    )
     continues = property(lambda self: self.results.continues, doc="True when `ckpt_path` was found by 'last' or 'auto': the run goes on.")
+
+    @property
+    def ckpt_path(self) -> Any:
+        """The checkpoint that the last run began with. Set it for calls without `ckpt_path=`."""
+        return self.results.ckpt_path if self._chosen_ckpt is None or self._run is not None else self._chosen_ckpt
+
+    @ckpt_path.setter
+    def ckpt_path(self, value: Any) -> None:
+        self._chosen_ckpt = value
 
     @property
     def current_epoch(self) -> int:
@@ -132,9 +135,11 @@ class Face:
     fast_dev_run = property(lambda self: self.settings.fast_dev_run or False)
     overfit_batches = property(lambda self: self.settings.overfit_batches)
     log_every_n_steps = property(lambda self: self.settings.log_every_n_steps)
+    max_time = property(lambda self: self.settings.max_time, doc="A timedelta, or None.")
     val_check_interval = property(lambda self: self.settings.val_check_interval)
     check_val_every_n_epoch = property(lambda self: self.settings.check_val_every_n_epoch)
-    num_sanity_val_steps = property(lambda self: self.settings.num_sanity_val_steps)
+    num_sanity_val_steps = property(lambda self: math.inf if self.settings.num_sanity_val_steps == -1 else self.settings.num_sanity_val_steps)
+    barebones = property(lambda self: self.settings.barebones)
     gradient_clip_val = property(lambda self: self.settings.gradient_clip_val)
     gradient_clip_algorithm = property(lambda self: self.settings.gradient_clip_algorithm)
     default_root_dir = property(lambda self: self.settings.default_root_dir)
@@ -170,15 +175,28 @@ class Face:
     device_ids = property(lambda self: list(self.settings.devices.indices))
     accelerator = property(lambda self: self.settings.devices.accelerator, doc="The Accelerator object.")
     precision = property(lambda self: self.precision_plugin.precision)
+    scaler = property(lambda self: self.precision_plugin.scaler, doc="The GradScaler of 16-mixed, else None.")
+    distributed_sampler_kwargs = property(
+        lambda self: None if self.world_size == 1 or self._run is None else {"num_replicas": self._run.place[1], "rank": self._run.place[0]},
+        doc="What a DistributedSampler of your own takes; None for a process that is alone.",
+    )
 
     # -- parts ---------------------------------------------------------------------------------------------------------------
 
-    optimizers = property(lambda self: self._run.optimizers if self._run is not None else [])
-    lr_scheduler_configs = property(lambda self: self._run.schedulers if self._run is not None else [])
+    optimizers = property(lambda self: getattr(self._run or self._ended, "optimizers", []), doc="Those of the run, or of the fit that has ended.")
+    lr_scheduler_configs = property(lambda self: getattr(self._run or self._ended, "schedulers", []))
     model = property(lambda self: self._module)
     lightning_module = property(lambda self: self._module, doc="The caller's module, never a wrapper.")
     datamodule = property(lambda self: self._datamodule)
-    logger = property(lambda self: self.loggers[0] if self.loggers else None)
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None. Set it for the runs to come."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [] if logger is None else [logger]
 
     @property
     def log_dir(self) -> str | None:
@@ -231,8 +249,7 @@ class Face:
     @property
     def num_sanity_val_batches(self) -> list[float]:
         """The validation batches tried ahead of step 1, for each loader."""
-        n = self.settings.num_sanity_val_steps
-        return [batches if n == -1 else min(n, batches) for batches in self.num_val_batches]
+        return [min(self.num_sanity_val_steps, batches) for batches in self.num_val_batches]
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -253,6 +270,14 @@ class Face:
         schedule = next((c.accumulation for c in self._run.callbacks if hasattr(c, "accumulation")), None)
         groups = [schedule(epoch) if schedule else self.accumulate_grad_batches for epoch in range(s.max_epochs)]
         return min(limit, sum(math.ceil(batches / n) for n in groups))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in REMOVED_ATTRIBUTES:
+            raise AttributeError(f"Trainer has no {name!r}: use {REMOVED_ATTRIBUTES[name]}.")
+        known = dir(type(self))
+        if name in known:  # a property that raised an AttributeError of its own
+            return object.__getattribute__(self, name)
+        raise AttributeError(f"Trainer has no {name!r}.{nearest(name, known)}")
 
 
 def _or_all(limit: Any) -> Any:

@@ -9,11 +9,16 @@ from typing import Any
 from callbacks.callback import HOOKS as CALLBACK_HOOKS
 from callbacks.callback import Callback, check_hook_names
 from trainer.datamodule import DataModule
-from trainer.errors import MisconfigurationException
+from trainer.hook_arguments import check_step, fitting, refuse_removed
 from trainer.module import TrainModule
 from trainer.module_hooks import MODULE_HOOKS
 
-__all__ = ["HookTable", "check_module", "overrides"]
+__all__ = ["HookTable", "check_callback", "check_datamodule", "check_module", "overrides"]
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_TAKEN_OVER = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "lr_scheduler_step")
+DATA_HOOKS = frozenset(n for n in vars(DataModule) if n.startswith("on_")) | {"prepare_data", "setup", "teardown", "transfer_batch_to_device"}
+"""What is called of a data module, besides its loaders and its state."""
 
 LATE = "on_train_epoch_end/monitors"
 """The second half of `on_train_epoch_end`: callbacks that read the numbers of the epoch."""
@@ -25,18 +30,33 @@ def overrides(owner: Any, base: type, name: str) -> bool:
 
 
 def check_module(module: TrainModule) -> None:
-    """Refuse a module with a method `on_...` that is no hook.
+    """Refuse a module with a method `on_...` that is no hook, or with a method that cannot be called as the loop does.
 
     Raises:
-        MisconfigurationException: naming the method and the nearest hook.
+        MisconfigurationException: naming the method and the nearest hook, or what it is called with.
     """
-    check_hook_names(type(module), MODULE_HOOKS)
-    for stage, new in (("training", "train"), ("validation", "validation"), ("test", "test")):
-        if hasattr(module, f"{stage}_epoch_end"):
-            raise MisconfigurationException(
-                f"{type(module).__qualname__}.{stage}_epoch_end is never called: rename it to on_{new}_epoch_end(self), and keep what the "
-                "steps return in an attribute."
-            )
+    _check(module, TrainModule, MODULE_HOOKS, _TAKEN_OVER)
+    for name in _STEPS:
+        if overrides(module, TrainModule, name):
+            check_step(module, TrainModule, name)
+
+
+def check_callback(callback: Callback) -> None:
+    """Refuse a callback for the same reasons; see `check_module`."""
+    _check(callback, Callback, CALLBACK_HOOKS)
+
+
+def check_datamodule(data: DataModule) -> None:
+    """Refuse a data module for the same reasons; see `check_module`."""
+    _check(data, DataModule, DATA_HOOKS)
+
+
+def _check(owner: Any, base: type, known: frozenset[str], others: tuple[str, ...] = ()) -> None:
+    refuse_removed(type(owner))
+    check_hook_names(type(owner), known)
+    for name in (*sorted(known), *others):
+        if overrides(owner, base, name):
+            fitting(owner, base, name)
 
 
 class HookTable:
@@ -48,18 +68,18 @@ class HookTable:
     def __init__(self, trainer: Any, callbacks: Sequence[Callback], module: TrainModule, data: DataModule | None) -> None:
         check_module(module)
         for callback in callbacks:
-            check_hook_names(type(callback), CALLBACK_HOOKS)
+            check_callback(callback)
         self.current = ""
         self.functions: dict[str, tuple[Callable[..., Any], ...]] = {}
         for name in sorted(CALLBACK_HOOKS | MODULE_HOOKS):
             found = [
-                partial(getattr(callback, name), trainer, module)
+                partial(fitting(callback, Callback, name), trainer, module)
                 for callback in callbacks
                 if name in CALLBACK_HOOKS and overrides(callback, Callback, name)
             ]
             does_something = name.endswith(("_model_eval", "_model_zero_grad"))
             if name in MODULE_HOOKS and (does_something or overrides(module, TrainModule, name)):
-                found.append(getattr(module, name))
+                found.append(fitting(module, TrainModule, name))
             if name == "on_exception" and data is not None and overrides(data, DataModule, name):
                 found.append(data.on_exception)
             self.functions[name] = tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import json
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,11 @@ import torch
 
 from trainer.errors import MisconfigurationException
 
-__all__ = ["AttributeDict", "HyperparametersMixin", "accepted_arguments", "read_hparams"]
+__all__ = ["CLASS_PATH", "AttributeDict", "HyperparametersMixin", "accepted_arguments", "class_only", "read_hparams"]
+
+CLASS_PATH = "_class_path"
+"""Among hyper-parameters, the class that a command line made of them; some may then be configurations of objects (see trainer.cli)."""
+_COMMAND_LINE = frozenset([CLASS_PATH, "_instantiator"])  # the latter is Lightning's
 
 
 class AttributeDict(dict[str, Any]):
@@ -33,6 +38,22 @@ class AttributeDict(dict[str, Any]):
         del self[name]
 
 
+class class_only(classmethod):  # noqa: N801  (used as a decorator)
+    """A classmethod that makes a new object, and whose call on an object is a mistake: that one would stay as it is."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        method = super().__get__(None, owner)
+        if instance is None:
+            return method
+
+        @functools.wraps(method)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            name = f"{owner.__qualname__}.{method.__name__}" if owner is not None else method.__name__
+            raise TypeError(f"{name}(...) returns a new object, and would leave this one as it is: call it on the class, and take what it returns.")
+
+        return refuse
+
+
 class HyperparametersMixin:
     """Gives a class `save_hyperparameters()` and `hparams`."""
 
@@ -42,6 +63,13 @@ class HyperparametersMixin:
     def hparams(self) -> AttributeDict:
         """The saved hyper-parameters; changes to it reach the next checkpoint."""
         return self.__dict__.setdefault("_hparams", AttributeDict())
+
+    def _keep_configuration(self, saved: Mapping[str, Any]) -> None:
+        """After `accepted_arguments` made objects of `saved`, the hyper-parameters are what they were made of: a file can hold that again."""
+        if not _COMMAND_LINE.isdisjoint(saved):
+            kept = {name: value for name, value in saved.items() if name in self.hparams or name == CLASS_PATH}
+            self.hparams.update(kept)
+            self.__dict__["_hparams_initial"] = AttributeDict({**self.hparams_initial, **copy.deepcopy(kept)})
 
     @property
     def hparams_initial(self) -> AttributeDict:
@@ -87,6 +115,8 @@ class HyperparametersMixin:
             if args:
                 given = {name: given[name] for name in args}
         self.hparams.update({name: value for name, value in given.items() if name not in ignored})
+        for name in ignored:  # a base class may have saved it
+            self.hparams.pop(name, None)
         self.__dict__["_hparams_initial"] = AttributeDict(copy.deepcopy(_copyable(self.hparams)))
 
 
@@ -123,13 +153,35 @@ def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
 
 
 def accepted_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `values` that `cls.__init__` takes."""
+    """Return those of `values` that `cls.__init__` takes; where they come from a command line, with objects made of their configurations."""
+    if not _COMMAND_LINE.isdisjoint(values):
+        return _made(cls, accepted_arguments(cls, {name: value for name, value in values.items() if name not in _COMMAND_LINE}))
     if cls.__init__ in (object.__init__, torch.nn.Module.__init__):  # their signature says **kwargs, which they refuse
         return {}
     parameters = inspect.signature(cls.__init__).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(values)
     return {name: value for name, value in values.items() if name in parameters}
+
+
+def _made(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of `cls` with objects in the place of their class paths and file paths, as the command line makes them."""
+    try:
+        from jsonargparse import (  # optional: only configurations of objects need it
+            ArgumentParser,
+            Namespace,
+        )
+    except ImportError:
+        raise MisconfigurationException(
+            f"The checkpoint's arguments of {cls.__name__} come from a command line; making objects of them needs jsonargparse: "
+            'pip install "torch-trainer-kit[cli]"'
+        ) from None
+    parser = ArgumentParser(exit_on_error=False)
+    others = set(inspect.signature(cls.__init__).parameters) - {"self", *values}
+    names = {name.partition(".")[2] for name in parser.add_class_arguments(cls, "made", fail_untyped=False, instantiate=False, skip=others)}
+    known = {name: value for name, value in values.items() if name in names}
+    made = parser.instantiate(parser.parse_object({"made": known})).get("made", Namespace())
+    return {**values, **vars(made)}
 
 
 def read_hparams(path: str | Path) -> dict[str, Any]:

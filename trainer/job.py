@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ class Job:
     weights_only: bool = True
     verbose: bool = True
     return_predictions: bool = True
+    work: Callable[[Any], Any] | None = None
+    """What is done with the open run in place of the loop of `fn`: a search, in which no callbacks take part."""
 
 
 class Task:
@@ -41,6 +44,7 @@ class Task:
     def __call__(self, world: World) -> dict[str, Any] | None:
         if world.rank == 0:
             set_rng_state(self.rng)
+        given = list(self.trainer.callbacks)
         self.trainer._launcher = None  # nobody is launched from here (a forked rank has the caller's own trainer)
         value = self.trainer.execute(world, self.job)
-        return outcome.collect(self.trainer, self.job, value) if world.rank == 0 else None
+        return outcome.collect(self.trainer, self.job, value, given) if world.rank == 0 else None

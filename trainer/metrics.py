@@ -44,6 +44,8 @@ class Published:
     logger: dict[str, float] = field(default_factory=dict)
     bar: dict[str, float] = field(default_factory=dict)
     loader: dict[str, int | None] = field(default_factory=dict)
+    epochs: set[str] = field(default_factory=set)
+    """The names that stand for a whole epoch."""
 
     def join(self, other: Published) -> Published:
         """Take in `other`, whose numbers win; return self."""
@@ -133,7 +135,9 @@ class Collector:
         objects = {key: e for key, e in due.items() if e.metric is not None}
         values = self._across_ranks(rows, due)
         values.update(self._compute_metrics(objects))
-        return self._file(values, {**due, **objects})
+        published = self._file(values, {**due, **objects})
+        published.epochs.update(values)
+        return published
 
     def mark(self) -> dict[str, tuple[Any, ...]]:
         """Return where all sums stand now, for `back_to`."""

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from trainer.checkpoint import files, foreign, state
 from trainer.checkpoint.keys import strip_prefixes
 from trainer.errors import MisconfigurationException
-from trainer.hparams import HyperparametersMixin, accepted_arguments, read_hparams
+from trainer.hparams import HyperparametersMixin, accepted_arguments, class_only, read_hparams
 from trainer.module_hooks import ModuleHooks
+from trainer.removed import Gone
 
 __all__ = ["TrainModule"]
 
 
-class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
+class TrainModule(ModuleHooks, HyperparametersMixin, Gone, torch.nn.Module):
     """A torch module that says how it is trained.
 
     Define `training_step` and `configure_optimizers`; the rest is optional. The loss is what `training_step` returns, as
@@ -90,7 +93,7 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
 
     # -- steps that may be taken over ------------------------------------------------------------------------------------
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None) -> None:
         """Take the step. Override to warm up or skip; call `optimizer.step(closure=optimizer_closure)`."""
         optimizer.step(closure=optimizer_closure)
 
@@ -165,7 +168,7 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
     ) -> None:
         """Add a number to what is published: a float, a scalar tensor, or a torchmetrics metric.
 
-        Nothing is read from the device here. With `on_step` (default in training) the mean over the step's batches is published
+        Outside of a run (a step that is called by hand) it does nothing, and a warning says so. Nothing is read from the device here. With `on_step` (default in training) the mean over the step's batches is published
         at publish points; with `on_epoch` (default elsewhere) the mean over the epoch, each batch weighted by its number of
         samples. Both are exact over all ranks, so `sync_dist` is accepted and changes nothing; a `sync_dist_group` is refused.
 
@@ -183,21 +186,42 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
             rank_zero_only: only rank 0's value counts.
 
         Raises:
-            RuntimeError: outside a run.
             MisconfigurationException: in a hook where nothing can be logged, for a value that is no scalar, or with a
                 `sync_dist_group`.
         """
         if sync_dist_group is not None:
             raise _no_groups(f"self.log({name!r}, sync_dist_group=...)")
-        self.trainer._record(
+        trainer = self._trainer
+        if trainer is None:
+            warnings.warn(f"self.log({name!r}) outside of fit, validate, test and predict does nothing: there is no Trainer.", stacklevel=2)
+            return
+        trainer._record(
             self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx,
             add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
         )  # fmt: skip
 
-    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """Call `log` for every item; the keyword arguments are those of `log`."""
-        for name, value in dictionary.items():
-            self.log(name, value, **kwargs)
+    def log_dict(
+        self,
+        dictionary: Mapping[str, Any],
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Call `log` for every item of a dict, or of a torchmetrics MetricCollection, with these arguments."""
+        shared = {"keep_base": False, "copy_state": False} if hasattr(dictionary, "compute_groups") else {}  # one state for several metrics
+        for name, value in dictionary.items(**shared):
+            self.log(
+                name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+                add_dataloader_idx, batch_size, None, rank_zero_only,
+            )  # fmt: skip
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or the list when there are several. Their `step` handles precision and hooks."""
@@ -255,16 +279,24 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
                 self.untoggle_optimizer(optimizer)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack the tensors in `data` over the ranks: each gets a first dimension of world size. Collective.
+        """Stack the tensors and numbers in `data` over the ranks: each gets a first dimension of world size. Collective.
 
         `sync_grads` lets gradients flow back to this rank's part. A process that is alone gets its data back unstacked.
+        Numbers and numpy arrays become tensors.
 
         Raises:
             MisconfigurationException: with a `group`.
         """
         if group is not None:
             raise _no_groups("self.all_gather(group=...)")
-        return tree_map_only(torch.Tensor, lambda t: self.trainer._all_gather(t, sync_grads), data)
+        gathered, device = self.trainer._all_gather, self.device
+
+        def gather(leaf: Any) -> Any:
+            if isinstance(leaf, (bool, int, float)) or hasattr(leaf, "__array__"):
+                return gathered(torch.as_tensor(leaf, device=leaf.device if isinstance(leaf, torch.Tensor) else device), sync_grads)
+            return leaf
+
+        return tree_map(gather, data)
 
     def freeze(self) -> None:
         """Let no parameter require gradients, and go to eval mode."""
@@ -283,10 +315,10 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters (of the first one)."""
-        for tensor in (*self.parameters(), *self.buffers()):
+        """The device of the parameters (of the first one); without any, that of the run."""
+        for tensor in chain(self.parameters(), self.buffers()):  # one after the other: the first is enough
             return tensor.device
-        return torch.device("cpu")
+        return torch.device("cpu") if self._trainer is None else self._trainer.strategy.root_device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -305,21 +337,21 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path,
         map_location: Any = "cpu",
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
-        weights_only: bool = True,
+        weights_only: bool | None = True,
         **overrides: Any,
     ) -> Any:
         """Return a new module with the weights, and constructed with the hyper-parameters, of a checkpoint file.
 
         Args:
             checkpoint_path: the file.
-            map_location: where tensors go, as in `torch.load`.
+            map_location: where tensors go, as in `torch.load`, and the module with them; None for where they were.
             hparams_file: a YAML or JSON-like file of hyper-parameters that replaces those in the checkpoint.
             strict: refuse missing and unexpected keys; default the module's `strict_loading`.
             weights_only: load only tensors and plain values (safe for files of strangers).
@@ -328,17 +360,22 @@ class TrainModule(ModuleHooks, HyperparametersMixin, torch.nn.Module):
         Raises:
             CheckpointError: when the file is missing, damaged or unsafe.
             RuntimeError: when keys do not match and `strict` holds.
+            TypeError: called on an object.
         """
-        table = foreign.adopt(files.load(checkpoint_path, map_location=map_location, weights_only=weights_only))
+        table = foreign.adopt(files.load(checkpoint_path, map_location=map_location, weights_only=weights_only is not False))
         state.check_format(table, checkpoint_path)
         saved = read_hparams(hparams_file) if hparams_file is not None else table.get(state.HPARAMS, {})
         saved = foreign.named_hparams(table, saved, inspect.signature(cls.__init__).parameters)
+        saved = {name: value for name, value in saved.items() if name not in overrides}
         module = cls(**{**accepted_arguments(cls, saved), **overrides})
+        module._keep_configuration(saved)
         module.on_load_checkpoint(table)
         module.configure_model()
         strict = module.strict_loading if strict is None else strict
-        module.load_state_dict(strip_prefixes(table["state_dict"], module.state_dict()), strict=strict)
-        return module
+        weights = strip_prefixes(table["state_dict"], module.state_dict())
+        module.load_state_dict(weights, strict=strict)
+        place = next((t.device for t in weights.values() if isinstance(t, torch.Tensor)), None)
+        return module if place is None or place.type == "cpu" else module.to(place)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles never carry the trainer."""

@@ -128,6 +128,8 @@ class StepOptimizer:
         self.optimizer = optimizer
         self._take_step = take_step
 
+    __class__ = property(lambda self: type(self.optimizer))  # type: ignore[assignment]  # isinstance(self.optimizers(), torch.optim.SGD)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; `closure` computes loss and gradients first."""
         return self._take_step(self.optimizer, closure)

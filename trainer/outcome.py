@@ -16,27 +16,38 @@ __all__ = ["apply", "collect", "weights_table"]
 _TORCHS_OWN = frozenset(vars(torch.nn.Module()))
 
 
-def collect(trainer: Any, job: Any, value: Any) -> dict[str, Any]:
-    """Return, on rank 0 after the run, everything that the caller's objects shall take over."""
+def collect(trainer: Any, job: Any, value: Any, callbacks: list[Any]) -> dict[str, Any]:
+    """Return, on rank 0 after the run, everything that the caller's objects shall take over.
+
+    Args:
+        callbacks: those of the trainer when the run began; the module may have added some, or replaced them.
+    """
+    places = {id(callback): place for place, callback in enumerate(callbacks)}
     return {
         "value": value,
         "results": trainer.results,
         "weights": {key: tensor.detach().cpu() for key, tensor in job.module.state_dict().items() if isinstance(tensor, torch.Tensor)},
         "module": _plain_attributes(job.module),
         "datamodule": _plain_attributes(job.datamodule) if job.datamodule is not None else {},
-        "callbacks": [_picklable_attributes(callback) for callback in (*trainer.callbacks, *trainer.loggers)],
+        "callbacks": [_picklable_attributes(callback) for callback in (*callbacks, *trainer.loggers, trainer.profiler)],
+        "order": [places[id(c)] if id(c) in places else (type(c), _picklable_attributes(c)) for c in trainer.callbacks],
     }
 
 
 def apply(trainer: Any, job: Any, outcome: dict[str, Any]) -> Any:
     """Put what `collect` returned into the caller's objects; return the value of the run."""
     trainer.results = outcome["results"]
+    for callback in trainer.callbacks:
+        if hasattr(callback, "reshape"):  # what the ranks made of layers, this process has to make of its own
+            callback.reshape(job.module, outcome["weights"])
     _load_weights(trainer, job.module, outcome["weights"])
     _take_over(job.module, outcome["module"])
     if job.datamodule is not None:
         _take_over(job.datamodule, outcome["datamodule"])
-    for callback, attributes in zip((*trainer.callbacks, *trainer.loggers), outcome["callbacks"], strict=True):
+    for callback, attributes in zip((*trainer.callbacks, *trainer.loggers, trainer.profiler), outcome["callbacks"], strict=True):
         _take_over(callback, attributes)
+    given = list(trainer.callbacks)
+    trainer.callbacks[:] = [given[one] if isinstance(one, int) else _made(*one) for one in outcome["order"]]
     return outcome["value"]
 
 
@@ -69,11 +80,16 @@ def _load_weights(trainer: Any, module: torch.nn.Module, weights: dict[str, torc
 
 
 def _plain_attributes(owner: Any) -> dict[str, Any]:
-    """Attributes that are plain values or containers of them (counters, histories): not tensors, data sets or layers."""
+    """Attributes, and hyper-parameters, that are plain values or containers of them (counters, histories): not tensors, data sets or layers."""
+    found = _plain({name: value for name, value in vars(owner).items() if name not in _TORCHS_OWN and not isinstance(value, torch.Tensor)})
+    if "_hparams" in vars(owner):
+        found["_hparams"] = _plain(owner.hparams)
+    return found
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
     found = {}
-    for name, value in vars(owner).items():
-        if name in _TORCHS_OWN or isinstance(value, torch.Tensor):
-            continue
+    for name, value in values.items():
         try:
             io.check_plain(value)
         except CheckpointError:
@@ -96,6 +112,13 @@ def _picklable_attributes(owner: Any) -> dict[str, Any]:
     return found
 
 
+def _made(cls: type, attributes: dict[str, Any]) -> Any:
+    """Return a callback that the module's `configure_callbacks` made in the ranks."""
+    callback = cls.__new__(cls)
+    vars(callback).update(attributes)
+    return callback
+
+
 def _take_over(owner: Any, attributes: dict[str, Any]) -> None:
     """Set attributes; lists and dicts are filled in place, so that other names for them see the new content."""
     for name, new in attributes.items():
@@ -105,6 +128,8 @@ def _take_over(owner: Any, attributes: dict[str, Any]) -> None:
         elif type(old) is dict and type(new) is dict:
             old.clear()
             old.update(new)
+        elif name == "_hparams":
+            owner.hparams.update(new)  # those that are not plain stay what they are
         else:
             vars(owner)[name] = new
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -12,13 +12,16 @@ from trainer.errors import MisconfigurationException, nearest
 __all__ = ["make"]
 
 
-def make(group: str, argument: str, name: str, kind: type | tuple[type, ...], built_in: Iterable[str] = ()) -> Any:
+def make(
+    group: str, argument: str, name: str, kind: type | tuple[type, ...], built_in: Iterable[str] = (), instead: Mapping[str, str] | None = None
+) -> Any:
     """Return what the plug-in `name` of the entry-point group `trainer.<group>` makes: the result of calling the entry, an object of `kind`.
 
     Args:
         group: "strategies", "accelerators", "loggers", "checkpoint_io" or "callbacks".
         argument: what the user wrote, for messages: "strategy", ...
         built_in: names that are not to be looked for here. A plug-in of such a name is passed over, with a warning.
+        instead: what to use in the place of a name that Lightning had, where no plug-in offers it.
 
     Raises:
         MisconfigurationException: nobody offers the name, several packages do, or the one that does cannot be loaded or makes something else.
@@ -29,6 +32,8 @@ def make(group: str, argument: str, name: str, kind: type | tuple[type, ...], bu
         if entry.name in built_in:
             warnings.warn(f"{_package(entry)} offers {argument}={entry.name!r}, a name that is built in; its own is not used.", stacklevel=2)
     mine = list({entry.value: entry for entry in found if entry.name == name}.values())  # a path listed twice gives an entry twice
+    if not mine and instead and name in instead:
+        raise MisconfigurationException(f"{argument}={name!r} is not here: use {instead[name]}.")
     if not mine:
         offered = sorted({entry.name for entry in found} - set(built_in))
         names = ", ".join([*built_in, *(f"{other} (plug-in)" for other in offered)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trainer.errors import MisconfigurationException
+from trainer.hparams import CLASS_PATH
 from trainer.metrics import Published
 
 __all__ = ["Publishing"]
@@ -54,7 +56,22 @@ class Publishing:
         params: dict[str, Any] = {}
         for owner in (self.datamodule, self.module):
             if owner is not None and owner._log_hyperparams:
+                shared = params.keys() & owner.hparams.keys() - {CLASS_PATH} if self.trainer.loggers else ()
+                for name in shared:
+                    if not _same(params[name], owner.hparams[name]):
+                        raise MisconfigurationException(
+                            f"The hyper-parameter {name!r} of the module and of the data module differ, and loggers can keep one. Rename one, or call "
+                            "save_hyperparameters(logger=False) or (ignore=...) in one of them."
+                        )
                 params.update(owner.hparams)
         if self.world.is_global_zero:
             for logger in self.trainer.loggers:
                 logger.log_hyperparams(params)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True for equal values; values that cannot say count as different."""
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except (RuntimeError, ValueError):  # of tensors and arrays
+        return False

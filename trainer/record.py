@@ -10,7 +10,7 @@ import torch
 from trainer.errors import MisconfigurationException
 from trainer.metrics import batch_size_of, is_metric
 
-__all__ = ["Kept", "Recorder"]
+__all__ = ["Kept", "Recorder", "Silent"]
 
 _BATCHLESS = {
     "on_train_start", "on_train_epoch_start", "on_train_epoch_end",
@@ -34,6 +34,7 @@ class Recorder:
         self.samples: int | None = None  # of the current batch on this rank; None: to be read off the batch
         self.place: Any = None  # in evaluation: which batch this is
         self.muted = False  # a closure is evaluated again: what it logs was logged the first time
+        self.homes: dict[str, set[int]] = {}  # name without the index of its loader -> the loaders it was logged for
         self.held: dict[int, list[Any]] = {}  # by thread of a replica: its calls, until `replay`
 
     def start_batch(self, batch: Any, samples: int | None = None) -> None:
@@ -105,6 +106,8 @@ class Recorder:
                 f"self.log({name!r}) was called for batches and once more for the whole epoch (in {hook}); give each its own name."
             )
         entry.once = once
+        if self.loader is not None and not once and not add_dataloader_idx:
+            self.homes.setdefault(entry.label("epoch"), set()).add(self.loader)
         if is_metric(value):
             self._add_metric(entry, module, value, metric_attribute)
             return
@@ -141,6 +144,14 @@ class Recorder:
                 f"self.log({entry.name!r}) was given a {type(metric).__name__} that has no value for this batch. Call it (metric(...)) in place "
                 "of update(...), or log it with on_step=False, on_epoch=True."
             )
+
+
+class Silent(Recorder):
+    """The recorder of `Trainer(barebones=True)`: nothing is logged."""
+
+    def add(self, *_: Any) -> None:
+        """Do nothing, and say so once."""
+        self.run.tell_once("self.log does nothing with Trainer(barebones=True).")
 
 
 class Kept:

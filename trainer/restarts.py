@@ -28,7 +28,7 @@ class Restarts:
     def look_back(self) -> None:
         """Find out whether this fit was started before, and then go on from the newest file it has left since. Collective."""
         count, has_store = restarted.elastic_restarts()
-        if self.fn != "fit" or self.trainer._launcher is None or self.world.init_method != "env://" or not (has_store or count):
+        if self.fn != "fit" or self.job.work is not None or self.trainer._launcher is None or self.world.init_method != "env://" or not (has_store or count):
             return
         found = None
         if self.world.is_global_zero:

@@ -19,15 +19,16 @@ from trainer.compiling import compiled
 from trainer.datamodule import DataModule
 from trainer.dist import Dist
 from trainer.errors import SIGTERMException
-from trainer.hooks import HookTable, overrides
+from trainer.hooks import Callback, HookTable, overrides
 from trainer.leaving import Leaving
 from trainer.loaders import Loaders
 from trainer.metrics import Collector
 from trainer.module import TrainModule
 from trainer.optim import LRSchedulerConfig, StepOptimizer
+from trainer.profiling import Profiling
 from trainer.progress import Progress
 from trainer.publishing import Publishing
-from trainer.record import Recorder
+from trainer.record import Recorder, Silent
 from trainer.restarts import Restarts
 from trainer.saving import Saving
 from trainer.seed import derive, rng_state, seed_everything, seed_rngs, set_rng_state
@@ -42,7 +43,7 @@ from trainer.writing import LOST
 __all__ = ["Run"]
 
 
-class Run(Leaving, Publishing, Restarts, Saving, Stepping):
+class Run(Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
     """The live state of one run. `open` makes it ready, `close` gives everything back."""
 
     def __init__(self, trainer: Any, world: World, job: Any) -> None:
@@ -115,15 +116,20 @@ class Run(Leaving, Publishing, Restarts, Saving, Stepping):
         self._attach()
         self._undo.append(self.strategy.connect(self.module, self.dist))
         self.look_back()
+        self._undo.append(partial(self._tell_status, None))
+        if self._prepares():
+            self._tell_status("Preparing data" + ("" if self.dist.alone else " (once a node; the other processes wait)"))
         with self.dist.first_on_node() if self._prepares() else nullcontext(False) as first:
             if first:
                 for owner in (self.datamodule, self.module):
                     if owner is not None:
                         owner.prepare_data()
+        self._tell_status("Setting up")
         for logger in self.trainer.loggers:
             logger.resolve(self.trainer)
+        self.open_profiler()
         if self.datamodule is not None:
-            self.datamodule.setup(stage=self.fn)
+            self.profiled(f"[DataModule]{type(self.datamodule).__name__}.setup", self.datamodule.setup)(stage=self.fn)
         self.hooks.call("setup", stage=self.fn)
         self.module.configure_model()
         if self.settings.sync_batchnorm:
@@ -144,6 +150,7 @@ class Run(Leaving, Publishing, Restarts, Saving, Stepping):
             self._log_hyperparameters()
             if self.progress.epoch_ended:
                 self.progress.next_epoch()
+        self._tell_status(None)
 
     def _settle_seed(self) -> None:
         """One seed for all ranks; each rank then draws from a stream of its own."""
@@ -172,19 +179,22 @@ class Run(Leaving, Publishing, Restarts, Saving, Stepping):
         if self.datamodule is not None:
             self.datamodule.trainer = self.trainer
             self._undo.append(lambda: self.datamodule.__dict__.pop("trainer", None))
-        extra = module.configure_callbacks() or []
+        extra = (module.configure_callbacks() if self.job.work is None else None) or []
         extra = list(extra) if isinstance(extra, (list, tuple)) else [extra]
-        kept = [c for c in self.callbacks if not any(type(c) is type(e) for e in extra)]
-        kept += [*self.trainer.loggers, *extra]
-        self.callbacks = sorted(kept, key=lambda c: hasattr(c, "best_model_path"))  # checkpoints last: they see what others did
+        kept = [c for c in self.callbacks if type(c) is Callback or not any(issubclass(type(e), type(c)) for e in extra)]
+        last = partial(sorted, key=lambda c: hasattr(c, "best_model_path"))  # checkpoints: they see what others did
+        self.callbacks = last([*kept, *self.trainer.loggers, *extra])
+        self.trainer.callbacks[:] = last([*kept, *extra])
         self.hooks = HookTable(self.trainer, self.callbacks, module, self.datamodule)
         self.collector = self.new_collector()
-        self.recorder = Recorder(self)
+        self.recorder = Silent(self) if self.settings.barebones else Recorder(self)
         self.loaders = Loaders(
             module, self.datamodule, self.job.loaders, self.settings.limits, self.dist, self.place, self.seed,
             self.settings.use_distributed_sampler, bool(self.settings.overfit_batches), self.settings.uneven == "join",
         )  # fmt: skip
-        self.loaders.draining = self._tell_draining
+        self.bar = next((c for c in self.callbacks if hasattr(c, "show_status")), None) if self.world.is_global_zero else None
+        if self.world.is_global_zero:
+            self.loaders.draining = self._tell_draining if self.bar is None else self.bar.show_draining
         self._undo.append(self.loaders.close)
         self.transfers = self._transfer_hooks()
 
@@ -200,8 +210,13 @@ class Run(Leaving, Publishing, Restarts, Saving, Stepping):
 
     def _tell_draining(self, done: int, total: int) -> None:
         """Data without a position are passed over up to where the resumed run stood, which can take a while."""
-        if done == 1:
-            self.trainer.print(f"Passing over the first {total} items of data that cannot be positioned ...")
+        if done <= 1:
+            self.trainer.print(f"Passing over {total} items of data, which cannot be positioned ...")
+
+    def _tell_status(self, text: str | None) -> None:
+        """Show on the progress bar what goes on while there are no batches."""
+        if self.bar is not None:
+            self.bar.show_status(text)
 
     def _transfer_hooks(self) -> list[Callable[..., Any]] | None:
         """The three functions that bring a batch to the device: the data module's where it has its own, else the module's."""

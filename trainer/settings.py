@@ -54,7 +54,12 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 """Arguments that become a setting of the same name, whatever the others are."""
 
-_AS_GIVEN = ("benchmark", "inference_mode", "use_distributed_sampler", "detect_anomaly")
+_AS_GIVEN = ("barebones", "benchmark", "inference_mode", "use_distributed_sampler", "detect_anomaly")
+_NOT_BARE = (
+    "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps", "log_every_n_steps", "fast_dev_run",
+    "detect_anomaly",
+)  # fmt: skip
+"""What a trainer without anything besides the loop cannot be asked for (and a profiler)."""
 _DEFAULTS = {"num_sanity_val_steps": 2, "log_every_n_steps": 50, "gradient_clip_algorithm": "norm", "deterministic": False}
 """What None stands for."""
 
@@ -98,6 +103,7 @@ class Settings:
     resume: str | None
     auto_requeue: bool
     timeout: timedelta | None
+    barebones: bool
 
 
 def make_settings(given: Mapping[str, Any], devices: Devices, num_nodes: int, strategy: Strategy) -> Settings:
@@ -114,6 +120,9 @@ def make_settings(given: Mapping[str, Any], devices: Devices, num_nodes: int, st
         limits = dict.fromkeys(limits, dev)
         values.update(max_steps=dev, max_epochs=1, num_sanity_val_steps=0, log_every_n_steps=1, val_check_interval=1.0, check_val_every_n_epoch=1)
     if given["barebones"]:
+        for name in _NOT_BARE:
+            if given[name]:
+                raise MisconfigurationException(f"barebones=True runs the loop alone, without {name}={given[name]!r}. Leave one of them out.")
         values.update(num_sanity_val_steps=0, log_every_n_steps=0)
     overfit = given["overfit_batches"]
     if overfit:

@@ -24,8 +24,9 @@ from trainer.errors import StallError
 __all__ = ["Watch", "phase"]
 
 _LOOK_S = 0.5  # how often a rank looks whether it is asked
-_ANSWER_S = 1.5  # how long the one who asks waits for answers
-_LEAVE_S = 3.0  # how long a rank that was asked may go on; with the two above less than the 5 s that a stall may take to end
+_ANSWER_S = 2.5  # how long the one who asks waits for answers
+_TOLD_S = 1.0  # how much longer the others, who wait as well, wait for what it tells
+_LEAVE_S = 3.5  # how long a rank that was asked may go on: it looks, answers and leaves within the 5 s that a stall may take to end
 _PLACES = {
     ("trainer.writing", "write_checkpoint"): "saving",
     ("trainer.saving", "checkpoint"): "saving",
@@ -67,7 +68,7 @@ class Watch:
                 return None
             self._answer(traceback.walk_tb(error.__traceback__), waiting=True)
             if not first:
-                self._comes("told", _ANSWER_S + 1.0)
+                self._comes("told", _ANSWER_S + _TOLD_S)
                 return None
             story = self._story()
             self._store.set("told", "")

@@ -8,24 +8,29 @@ from datetime import timedelta
 from typing import Any
 
 from trainer import config, launchers, outcome
+from trainer.accelerators import Accelerator
 from trainer.arguments import at_least, known_arguments
 from trainer.calls import Calls
 from trainer.checkpoint import find
+from trainer.checkpoint.plugin import CheckpointIO
 from trainer.datamodule import DataModule
-from trainer.defaults import make_callbacks, make_loggers
+from trainer.defaults import Callback, Logger, make_callbacks, make_loggers
 from trainer.errors import MisconfigurationException, SIGTERMException
 from trainer.job import Job, Task
 from trainer.launchers import restarted
+from trainer.launchers.base import Launcher
 from trainer.leaving import ask_to_requeue
-from trainer.loops import evaluate, fit, predict
+from trainer.loops import evaluate, fit, predict, statistics
 from trainer.loops.precheck import check_job
 from trainer.module import TrainModule
 from trainer.precision import Precision
+from trainer.profilers import Profiler
 from trainer.results import Results
 from trainer.run import Run
 from trainer.settings import make_settings
 from trainer.signals import USR1
 from trainer.strategies import Strategy
+from trainer.tuner import inside
 from trainer.world import World
 
 __all__ = ["Trainer"]
@@ -64,6 +69,7 @@ class Trainer(Calls):
         benchmark: torch.backends.cudnn.benchmark during runs.
         inference_mode: evaluate under inference_mode (else no_grad).
         use_distributed_sampler: False leaves samplers alone: each rank sees what its loader gives.
+        profiler: "simple", "advanced", "pytorch" or a Profiler: measures what takes how long, and reports at the end of each run.
         uneven: when the ranks' training data end at different times (iterables): "stop" with the first that has none, or "join": go on
             until the last has none, each step the mean over the samples that are left.
         sync_batchnorm: BatchNorm layers take their statistics over all ranks (cuda); they are plain ones again after the run.
@@ -75,8 +81,8 @@ class Trainer(Calls):
             optimizer step on all ranks, "stop" after doing so. None looks at published numbers alone. Costs a read of the loss a step.
         recover_oom: when memory runs out in a training step, compute it again, on all ranks, with every batch in half as large parts.
         barebones: no logging, checkpoints, bars and checks: the loop alone.
-        plugins: a Precision object, a CheckpointIO (an object with save_checkpoint(table, path) and load_checkpoint(path, weights_only)), or
-            the name of one of a plug-in.
+        plugins: a Precision object, a CheckpointIO (an object with save_checkpoint(table, path) and load_checkpoint(path, weights_only)), the
+            name of one of a plug-in, a Launcher (in the place of `launcher=`), or a list of them.
         reload_dataloaders_every_n_epochs: ask for new loaders so often; 0 for never.
         seed: the one seed of a run: model streams of each rank, data order, augmentation. None continues torch's.
         resume: "auto", "last" or a path: the default of `fit(ckpt_path=)`.
@@ -95,16 +101,16 @@ class Trainer(Calls):
     def __init__(
         self,
         *,
-        accelerator: Any = "auto",
-        devices: Any = "auto",
+        accelerator: Accelerator | str = "auto",
+        devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
-        strategy: str | Strategy = "auto",
-        precision: Any = "32-true",
+        strategy: Strategy | str = "auto",
+        precision: Precision | int | str = "32-true",
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,
         min_steps: int | None = None,
-        max_time: Any = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
@@ -118,9 +124,9 @@ class Trainer(Calls):
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
-        logger: Any = None,
-        callbacks: Any = None,
-        default_root_dir: Any = None,
+        logger: Logger | bool | str | list[Logger | str] | None = None,
+        callbacks: Callback | str | list[Callback | str] | None = None,
+        default_root_dir: str | os.PathLike[str] | None = None,
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
@@ -128,20 +134,21 @@ class Trainer(Calls):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        profiler: Profiler | str | None = None,
         uneven: str = "stop",
         sync_batchnorm: bool = False,
-        compile: Any = False,
+        compile: bool | str | dict[str, Any] = False,
         activation_checkpointing: Any = None,
         detect_anomaly: bool = False,
         bad_loss: str | None = None,
         recover_oom: bool = False,
         barebones: bool = False,
-        plugins: Any = None,
+        plugins: Precision | CheckpointIO | Launcher | str | list[Precision | CheckpointIO | Launcher | str] | None = None,
         reload_dataloaders_every_n_epochs: int = 0,
         seed: int | None = None,
         resume: str | None = None,
         auto_requeue: bool = False,
-        launcher: Any = None,
+        launcher: Launcher | bool | str | None = None,
         timeout: timedelta | float | None = None,
     ) -> None:
         given = dict(locals())  # `make_settings` reads most of the arguments
@@ -151,7 +158,8 @@ class Trainer(Calls):
         self._datamodule: DataModule | None = None
         self._world = World()
         self.results = Results()
-        self._launcher = launchers.detect(launcher)
+        plugins = config.plugins(plugins)
+        self._launcher = launchers.detect(config.one_launcher(launcher, plugins))
         world = self._launcher.world if self._launcher is not None else None
         if world is not None:
             self._world = world
@@ -163,19 +171,19 @@ class Trainer(Calls):
         self.strategy = named or config.make_strategy("auto", found.count * at_least("num_nodes", num_nodes, 1))
         self.strategy.check(found.count, num_nodes)
         self._check_launch(self.strategy.processes(found.count), num_nodes)
-        plugins = config.plugins(plugins)
-        precision = next((p for p in plugins if isinstance(p, Precision)), precision)
-        self.precision_plugin = config.make_precision(precision, found.type)
+        self.precision_plugin = config.make_precision(config.one_precision(precision, plugins), found.type)
         self.checkpoint_io = config.checkpoint_io(plugins, self.strategy)
+        self.profiler = config.make_profiler(profiler, barebones)
         self.settings = make_settings(given, found, num_nodes, self.strategy)
         quiet = self.settings.fast_dev_run > 0 or barebones
-        self.loggers = [] if quiet else make_loggers(logger)
+        self.loggers = [] if barebones else make_loggers(logger, silent=self.settings.fast_dev_run > 0)
         self.callbacks = make_callbacks(
             callbacks,
             checkpoint=not quiet and enable_checkpointing is not False,
             bar=not barebones and enable_progress_bar is not False,
             summary=not quiet and enable_model_summary is not False,
             forbid_checkpoint=enable_checkpointing is False,
+            forbid_bar=enable_progress_bar is False,
         )
 
     def _check_launch(self, processes: int, num_nodes: int) -> None:
@@ -202,7 +210,7 @@ class Trainer(Calls):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
-        weights_only: bool = True,
+        weights_only: bool | None = True,
     ) -> None:
         """Train `model`; afterwards it holds the trained weights. A further fit of this trainer goes on where this one ended.
 
@@ -224,10 +232,11 @@ class Trainer(Calls):
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
+        ckpt_path = self._chosen_ckpt if ckpt_path is None else ckpt_path
         ckpt_path = self.settings.resume if ckpt_path is None else ckpt_path
         if ckpt_path is None and self.settings.auto_requeue and restarted.requeued():
             ckpt_path = "auto"
-        job = self._job("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
+        job = self._job("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only is not False)
         if self._makes_processes():
             self._launch(job)
         else:
@@ -240,7 +249,7 @@ class Trainer(Calls):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
-        weights_only: bool = True,
+        weights_only: bool | None = True,
     ) -> list[dict[str, float]]:
         """Validate, every sample exactly once; return one dict of metrics for each loader.
 
@@ -258,7 +267,7 @@ class Trainer(Calls):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
-        weights_only: bool = True,
+        weights_only: bool | None = True,
     ) -> list[dict[str, float]]:
         """Test, every sample exactly once; see `validate`.
 
@@ -274,7 +283,7 @@ class Trainer(Calls):
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
-        weights_only: bool = True,
+        weights_only: bool | None = True,
     ) -> list[Any] | None:
         """Return what `predict_step` gives for every batch, in data set order, whatever the number of ranks.
 
@@ -283,17 +292,33 @@ class Trainer(Calls):
         Raises:
             MisconfigurationException: without a model or a loader.
         """
-        job = self._job("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, weights_only=weights_only)
+        job = self._job("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, weights_only=weights_only is not False)
         job.return_predictions = return_predictions is not False
         return self._launch(job) if self._makes_processes() else self.execute(self._world, job)
 
-    def _evaluate(self, fn: str, model: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any, weights_only: bool) -> Any:
-        job = self._job(fn, model, datamodule, {fn: loaders}, ckpt_path, weights_only=weights_only)
+    def _evaluate(self, fn: str, model: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any, weights_only: Any) -> Any:
+        job = self._job(fn, model, datamodule, {fn: loaders}, ckpt_path, weights_only=weights_only is not False)
         found = self._launch(job) if self._makes_processes() else self.execute(self._world, job)
         if verbose and self.is_global_zero:
             for index, numbers in enumerate(found):
                 self.print(_table(fn, index if len(found) > 1 else None, numbers))
         return found
+
+    def tune(self, search: Any) -> Any:
+        """Inside a run: search for a learning rate or a batch size, and go on with it. What LearningRateFinder and BatchSizeFinder call. Collective."""
+        if self._run is None:
+            raise MisconfigurationException("trainer.tune is for callbacks: use Tuner(trainer).lr_find(module) or Tuner(trainer).scale_batch_size(module).")
+        return inside.tune(self._run, search)
+
+    def training_pass(self) -> None:
+        """Inside a fit, between steps: compute `training_step` on the training data once, without gradients, for statistics (BatchNorm). Collective.
+
+        Nothing it logs is kept, no random stream moves, no hook is called.
+
+        Raises:
+            MisconfigurationException: outside of a run.
+        """
+        statistics.training_pass(self._live("training_pass"))
 
     # -- how a call becomes a run ------------------------------------------------------------------------------------------
 
@@ -301,6 +326,7 @@ class Trainer(Calls):
         for stage, given in loaders.items():
             if isinstance(given, DataModule):
                 loaders[stage], datamodule = None, given
+        ckpt_path = self._chosen_ckpt if ckpt_path is None else ckpt_path
         if model is None:
             if fn != "fit" and ckpt_path is None and self._module is not None:
                 ckpt_path = self._best_of_last_fit(fn)
@@ -351,7 +377,7 @@ class Trainer(Calls):
             found = launcher.launch(Task(self, job))
         except BaseException as error:
             self.results.fn, self.results.status = job.fn, _status_of(error)
-            if job.fn == "fit" and isinstance(error, KeyboardInterrupt):
+            if job.fn == "fit" and job.work is None and isinstance(error, KeyboardInterrupt):
                 self.warn(f"Weights and counters of the interrupted fit ended with its ranks. {self._where_to_go_on()}")
             self.results.received_sigterm = isinstance(error, SIGTERMException)
             raise
@@ -370,7 +396,7 @@ class Trainer(Calls):
         status = "failed"
         try:
             run.open()
-            value = _LOOPS[job.fn](run)
+            value = (job.work or _LOOPS[job.fn])(run)
             run.finish_saves()
             status = "finished"
         except BaseException as error:
@@ -392,7 +418,7 @@ class Trainer(Calls):
             finally:
                 self._run = None
                 self._heed_no_more(run)
-                if job.fn == "fit" and status == "interrupted" and not run.notice.bits and (run.dist.alone or self._launcher is not None):
+                if job.fn == "fit" and job.work is None and status == "interrupted" and not run.notice.bits and (run.dist.alone or self._launcher is not None):
                     self.print(f"Interrupted after step {self.global_step}. {self._where_to_go_on()}")
             if job.fn == "fit" and status == "finished" and run.last_ranks is not None and self.strategy.plain_afterwards:
                 self._ended = run

@@ -52,6 +52,10 @@ class Writing:
         if not self.whole and not self.failing:
             self.requests.append(lambda trainer: self.write_checkpoint(steps, weights_only, background, ended))
             return
+        with self.profiler.profile("save_checkpoint"):
+            self._write(steps, weights_only, background, ended)
+
+    def _write(self, steps: Sequence[Step], weights_only: bool, background: bool, ended: Callable[[int], None] | None) -> None:
         writer = self._writer(background)
         done: list[Step] = []
         try:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
+
+import torch
 
 from callbacks.callback import Callback
 from callbacks.errors import MisconfigurationException
 
-__all__ = ["DummyExperiment", "FileLogger", "Logger"]
+__all__ = ["DummyExperiment", "FileLogger", "Logger", "rank_zero_experiment"]
 
 
 class Logger(Callback):
@@ -55,6 +60,11 @@ class Logger(Callback):
         return self.save_dir
 
     @property
+    def group_separator(self) -> str:
+        """What stands between the parts of a name that the logger shows as groups."""
+        return "/"
+
+    @property
     def experiment(self) -> Any:
         """The object underneath, for what this interface does not cover; on ranks other than 0 it swallows every call."""
         return None
@@ -69,11 +79,29 @@ class Logger(Callback):
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the model's graph."""
 
+    # What follows may be called on any logger, from a step or a hook, and on all ranks: a logger that cannot show such things leaves them
+    # out, ranks other than 0 do nothing, and nothing is kept of the sanity check. Without `step` it is the optimizer step that is being
+    # taken, else the last one: that of the numbers which are logged at the same place.
+
+    def log_image(self, key: str, images: Any, step: int | None = None) -> None:
+        """Record an image (C x H x W), or several (N x C x H x W, or a list) as one grid: bytes, or numbers in [0, 1]."""
+
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        """Record a text; markdown where the logger can show it."""
+
+    def log_histogram(self, key: str, values: Any, step: int | None = None) -> None:
+        """Record how values (a tensor, an array, numbers) are distributed."""
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
+        """Record a figure of matplotlib, and close it."""
+
     def save(self) -> None:
         """Write out what is held in memory."""
 
     def finalize(self, status: str) -> None:
         """The run is over; `status` is "success", "failed" or "interrupted". Release handles; the logger may be used again."""
+        self.settle()
+        self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """A checkpoint was saved."""
@@ -126,9 +154,12 @@ class FileLogger(Logger):
     Args:
         save_dir: Folder of all experiments. Default: the trainer's `default_root_dir`.
         name: Name of the experiment, a sub-folder; "" or None for none.
-        version: Number (folder "version_<n>") or folder name of the run; default: the next free number.
-        prefix: Put in front of every metric's name, with a "-".
+        version: Number (folder "version_<n>") or folder name of the run; default: the next free number, or that of the run that is gone on with
+            by `ckpt_path="auto"` or "last".
+        prefix: Put in front of every metric's name, with a "-" (LOGGER_JOIN_CHAR).
     """
+
+    LOGGER_JOIN_CHAR = "-"
 
     def __init__(
         self,
@@ -142,6 +173,10 @@ class FileLogger(Logger):
         self._version = version
         self._prefix = prefix
         self._writes = True  # False on ranks other than 0
+        self._trainer: Any = None  # a weak reference to the trainer of this run
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trainer": None}
 
     @property
     def name(self) -> str:
@@ -173,19 +208,25 @@ class FileLogger(Logger):
     def resolve(self, trainer: Any) -> None:
         """Choose the next free version and make its folder, so that a run started at the same moment takes another. Collective.
 
+        A run that goes on by "auto" or "last" from a checkpoint in the folder of a version goes on in that version.
+
         Raises:
             MisconfigurationException: the folder cannot be made or written; the message names it.
         """
         self._writes = trainer.is_global_zero
-        save_dir, version, trouble = trainer.broadcast(self._claim(trainer.default_root_dir) if self._writes else None)
+        self._trainer = weakref.ref(trainer)
+        came_from = str(trainer.ckpt_path) if trainer.continues else ""
+        save_dir, version, trouble = trainer.broadcast(self._claim(trainer.default_root_dir, came_from) if self._writes else None)
         if trouble:
             raise MisconfigurationException(f"{type(self).__name__}: {trouble}")
         self._save_dir, self._version = save_dir, version
 
-    def _claim(self, default_root: str) -> tuple[str, int | str | None, str]:
+    def _claim(self, default_root: str, came_from: str) -> tuple[str, int | str | None, str]:
         if self._save_dir is None:
             self._save_dir = os.path.abspath(default_root)
         folder = str(self.root_dir)
+        if self._version is None:
+            self._version = _version_in(folder, came_from)
         try:
             os.makedirs(folder, exist_ok=True)
             while self._version is None:
@@ -215,13 +256,23 @@ class FileLogger(Logger):
         """Write out, so that a run resumed from that checkpoint finds every number before it."""
         self.save()
 
+    def _here(self, step: int | None, last: int = 0) -> int | None:
+        """Return the step at which something logged now, by hand, is to be recorded; None where it is not to be. Outside a run it is `last`."""
+        trainer = self._trainer() if self._trainer is not None else None
+        if not self._writes or (trainer is not None and trainer.sanity_checking):
+            return None
+        return int(step) if step is not None else last if trainer is None else trainer.logging_step
+
+    def _label(self, name: str) -> str:
+        return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
+
     def _named(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Flatten dicts of numbers ("outer/inner") and put the prefix in front."""
         flat: dict[str, Any] = {}
         for name, value in metrics.items():
-            label = f"{self._prefix}-{name}" if self._prefix else name
+            label = self._label(name)
             if isinstance(value, dict):
-                flat.update({f"{label}/{inner}": number for inner, number in value.items()})
+                flat.update({f"{label}{self.group_separator}{inner}": number for inner, number in value.items()})
             else:
                 flat[label] = value
         return flat
@@ -237,6 +288,30 @@ class DummyExperiment:
 
     def __call__(self, *args: Any, **kwargs: Any) -> DummyExperiment:
         return self
+
+    def __getitem__(self, key: Any) -> DummyExperiment:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorate the `experiment` of a logger of your own, below `@property`: ranks other than 0 get a DummyExperiment."""
+
+    @wraps(function)
+    def experiment(self: Any) -> Any:
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        return function(self) if alone or torch.distributed.get_rank() == 0 else DummyExperiment()
+
+    return experiment
+
+
+def _version_in(folder: str, path: str) -> int | None:
+    """Return the n of "<folder>/version_<n>/..." that `path` is; None where it lies elsewhere."""
+    top, _, rest = os.path.abspath(path)[len(folder) :].lstrip(os.sep).partition(os.sep)
+    inside = os.path.abspath(path).startswith(folder + os.sep) and rest
+    return int(top[8:]) if inside and top.startswith("version_") and top[8:].isdigit() else None
 
 
 def next_version(folder: str) -> int:

@@ -39,7 +39,7 @@ class CSVLogger(FileLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         self.save()
-        return {**self.__dict__, "_writer": None}
+        return {**super().__getstate__(), "_writer": None}
 
     @property
     def experiment(self) -> Any:
@@ -59,7 +59,7 @@ class CSVLogger(FileLogger):
         if self._writes and experiment.pending_steps >= self._flush_every:
             experiment.save()
 
-    def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None) -> None:
+    def log_hyperparams(self, params: Any = None, metrics: dict[str, float] | None = None) -> None:
         """Write hparams.yaml. Empty `params` write nothing."""
         if params:
             self.experiment.log_hparams(as_dict(params))

@@ -5,42 +5,49 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-import shutil
-import time
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from callbacks.binning import Histogram, histogram
 from callbacks.errors import MisconfigurationException
+from callbacks.loggers import tb_files
 from callbacks.loggers.base import DummyExperiment, FileLogger
+from callbacks.loggers.config_text import describe
+from callbacks.loggers.pictures import picture
 from callbacks.loggers.plain import as_dict, flatten, to_yaml
+from callbacks.loggers.tb_layout import Charts, check_layout, tag_of
 from callbacks.monitor import rank_of
 
 __all__ = ["TensorBoardLogger"]
-
-_EVENTS = "events.out.tfevents"
 
 
 class TensorBoardLogger(FileLogger):
     """Write published numbers for TensorBoard to "<save_dir>/<name>/version_<n>".
 
     A validation (test) metric of the same name as a training metric keeps its tag and goes to the sub-run "<log_dir>/val" ("test"), so that
-    TensorBoard draws both lines into one chart. Everything else of a run, hyper-parameters included, is in one event file.
+    TensorBoard draws both lines into one chart. Everything else of a run, hyper-parameters included, is in one event file, also when it was
+    resumed (with the same `version`). The figures of DeviceStatsMonitor are called "system/...", as TensorBoard sorts by name.
 
-    The HParams tab shows the hyper-parameters with the metrics' last values. For a metric that a ModelCheckpoint or an EarlyStopping
-    monitors, "best/<metric>" is written at the end. No placeholder values are ever written.
+    The HParams tab shows the hyper-parameters with the metrics' last values, and as "best/<metric>", written at the end, the best ones of what a
+    ModelCheckpoint or an EarlyStopping monitors, of validation losses and of what `best` names. No placeholder values are ever written.
 
     Args:
         save_dir, name, version, prefix: see FileLogger; name defaults to "runs".
         log_graph: Record the module's graph where it has an `example_input_array`.
         default_hp_metric: Accepted for compatibility; a metric "hp_metric" appears if the module logs one.
         sub_dir: A further folder below the version's.
+        layout: The charts of the Custom Scalars tab. True: losses, metrics, learning rates, gradient norms, throughput, memory and ranks, as far
+            as the run publishes them. False for none, or a dict as SummaryWriter.add_custom_scalars takes it.
+        log_config: Show the trainer's settings, the hyper-parameters and the model in the Text tab.
+        best: Further metrics whose best value is kept: name -> "min" or "max".
         max_queue, flush_secs: Events kept in memory, and the longest time they are kept, in seconds.
         kwargs: Further arguments of torch.utils.tensorboard.SummaryWriter.
 
     Raises:
-        MisconfigurationException: the package tensorboard is not installed.
+        MisconfigurationException: the package tensorboard is not installed; `layout` or `best` is something else.
     """
 
     NAME_HPARAMS_FILE = "hparams.yaml"
@@ -54,30 +61,42 @@ class TensorBoardLogger(FileLogger):
         default_hp_metric: bool = True,
         prefix: str = "",
         sub_dir: str | os.PathLike[str] | None = None,
+        layout: bool | Mapping[str, Any] = True,
+        log_config: bool = True,
+        best: Mapping[str, str] | None = None,
         max_queue: int = 10,
         flush_secs: int = 120,
         **kwargs: Any,
     ) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise MisconfigurationException("TensorBoardLogger needs the package tensorboard: pip install tensorboard")
+        check_layout(layout)
+        if not set((best or {}).values()) <= {"min", "max"}:
+            raise MisconfigurationException(f'best={best!r} must say "min" or "max" for each name.')
         super().__init__(save_dir, name, version, prefix)
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._sub_dir = None if sub_dir is None else os.path.expanduser(os.fspath(sub_dir))
         self._writer_args = {"max_queue": max_queue, "flush_secs": flush_secs, **kwargs}
         self._writers: dict[str, Any] = {}  # folder -> SummaryWriter, open
-        self._files: dict[str, list[str]] = {}  # folder -> the event files this logger made there
+        self._files: dict[str, list[str]] = {}  # folder -> the event files of this run, which become one
+        self._earlier: dict[str, int] = {}  # event files of the run that is resumed -> bytes
         self._trained = False  # a fit published since the writers were opened
         self.hparams: dict[str, Any] = {}
+        self._layout = layout
+        self._log_config = log_config
+        self._charts = Charts(self._label(""))
+        self._laid_out = False  # the charts so far are in the file
+        self._wanted = dict(best or {})
         self._modes: dict[str, str] = {}
-        self._best: dict[str, float] = {}
+        self._best: dict[str, dict[str, float]] = {"train": {}, "validate": {}}
         self._last_step = 0
         self._epoch_step = -1  # the newest step with an "epoch" point
 
     def __getstate__(self) -> dict[str, Any]:
         for writer in self._writers.values():
             writer.flush()
-        return {**self.__dict__, "_writers": {}, "_trained": False}
+        return {**super().__getstate__(), "_writers": {}, "_trained": False}
 
     @property
     def log_dir(self) -> str | None:
@@ -93,9 +112,9 @@ class TensorBoardLogger(FileLogger):
         if folder not in self._writers:
             from torch.utils.tensorboard import SummaryWriter  # optional, and too slow to load with the package
 
-            before = _event_files(folder)
+            before = set(tb_files.event_files(folder))
             self._writers[folder] = SummaryWriter(log_dir=folder, **self._writer_args)
-            self._files.setdefault(folder, []).extend(_event_files(folder) - before)
+            self._files.setdefault(folder, []).extend(set(tb_files.event_files(folder)) - before)
         return self._writers[folder]
 
     # -- what the run calls ----------------------------------------------------------------------------------------------
@@ -103,33 +122,46 @@ class TensorBoardLogger(FileLogger):
     def resolve(self, trainer: Any) -> None:
         super().resolve(trainer)
         monitors = [c for c in trainer.callbacks if getattr(c, "monitor", None) and getattr(c, "mode", None)]
-        self._modes = {c.monitor: c.mode for c in monitors}
+        self._modes = {**self._wanted, **{c.monitor: c.mode for c in monitors}}
 
     def publish(self, metrics: dict[str, float], step: int, stage: str) -> None:
         self._last_step = max(self._last_step, int(step))
-        for name in self._modes.keys() & metrics.keys() if stage != "test" else ():
-            value = float(metrics[name])
-            key = rank_of(value, self._modes[name])
-            if not key[0] and (name not in self._best or key < rank_of(self._best[name], self._modes[name])):
-                self._best[name] = value
+        for name, value in metrics.items() if stage in self._best else ():
+            mode = self._modes.get(name) or ("min" if stage == "validate" and "loss" in name.lower() else None)
+            if mode is not None:
+                key, best = rank_of(float(value), mode), self._best[stage]
+                if not key[0] and (name not in best or key < rank_of(best[name], mode)):
+                    best[name] = float(value)
         self._trained |= stage == "train"
         super().publish(metrics, step, stage)
 
     def _continue_after(self, step: int) -> None:
         folder = str(self.log_dir)
+        self._last_step, self._epoch_step, self._laid_out = min(self._last_step, step), -1, False
         for place in (folder, os.path.join(folder, "val"), os.path.join(folder, "test")):
-            if _event_files(place):
-                from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-                start = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))  # readers drop what is not before it
-                self._writer_at(place).file_writer.add_event(start, step + 1)
+            known = self._files.get(place, [])
+            in_use = known[-1:] if place in self._writers else []  # something was logged by hand ahead of the fit
+            earlier = [path for path in tb_files.event_files(place) if path not in in_use]
+            for path in earlier:
+                tb_files.forget(path, step)
+            if earlier:
+                self._earlier.update({path: os.path.getsize(path) for path in earlier if path not in known})
+                self._files[place] = earlier + in_use
+                self._writer_at(place).file_writer.add_event(tb_files.start_after(step), step + 1)  # for a reader that has read them
 
     def _publish_evaluation(self, metrics: dict[str, float], step: int, stage: str) -> None:
-        shared = self._train_names - {"epoch"}
-        self.log_metrics({n: v for n, v in metrics.items() if n not in shared}, step)
-        both = {n: v for n, v in metrics.items() if n in shared}
+        both = {n: v for n, v in metrics.items() if self._shared(n)}
+        self.log_metrics({n: v for n, v in metrics.items() if n not in both}, step)
         if both and self._writes:
-            self._write(self._writer_at(os.path.join(str(self.log_dir), "val" if stage == "validate" else stage)), both, step)
+            self._write(self._writer_of(stage), both, step)
+
+    def _shared(self, name: str) -> bool:
+        """True for a name under which training publishes, too."""
+        return name in self._train_names and name != "epoch"
+
+    def _writer_of(self, stage: str) -> Any:
+        """The writer of the sub-run of validation or test."""
+        return self._writer_at(os.path.join(str(self.log_dir), "val" if stage == "validate" else stage))
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if metrics and self._writes:
@@ -141,18 +173,23 @@ class TensorBoardLogger(FileLogger):
             metrics = {name: value for name, value in metrics.items() if name != "epoch"}
         elif "epoch" in metrics:
             self._epoch_step = step
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        named = self._named(metrics)
+        writer.file_writer.add_summary(tb_files.scalars(named), int(step))
+        if self._layout is True and (self._charts.add(named) or not self._laid_out):
+            self._laid_out = True
+            self._write_layout(self._charts.layout(), step)
 
-        # one event for all numbers: a third of the time of add_scalar() for each
-        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in self._named(metrics).items()]
-        writer.file_writer.add_summary(Summary(value=values), int(step))
+    def _write_layout(self, layout: Any, step: int) -> None:
+        from torch.utils.tensorboard.summary import custom_scalars
+
+        self.experiment.file_writer.add_summary(custom_scalars(layout), int(step))  # TensorBoard reads the newest
 
     def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None) -> None:
         """Record hyper-parameters in the event file and in hparams.yaml; `metrics`, if given, as scalars at step 0. Empty: nothing."""
         if not self._writes or not params:
             return
         self.hparams.update(as_dict(params))
-        self.experiment.file_writer.add_summary(_session_start(flatten(self.hparams)), 0)
+        self.experiment.file_writer.add_summary(tb_files.session_start(flatten(self.hparams)), 0)
         self.log_metrics(metrics or {}, 0)
         with open(os.path.join(str(self.log_dir), self.NAME_HPARAMS_FILE), "w", encoding="utf-8") as file:
             file.write(to_yaml(self.hparams))
@@ -160,6 +197,17 @@ class TensorBoardLogger(FileLogger):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         super().on_fit_start(trainer, module)
         self.log_graph(module)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Write what describes the run, now that nothing is in its way any more: at its first step, so that a resume there replaces it."""
+        if not self._writes:
+            return
+        step = trainer.global_step + 1
+        if not isinstance(self._layout, bool):
+            self._write_layout(self._layout, step)
+        if self._log_config:
+            for name, text in describe(trainer, module, self.hparams).items():
+                self.log_text(f"config/{name}", text, step)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the graph, when `log_graph` was asked for and an input is known (`model.example_input_array` or `input_array`)."""
@@ -171,8 +219,56 @@ class TensorBoardLogger(FileLogger):
             return
         traced = copy.deepcopy(model).eval()  # tracing runs the model, which must not move its statistics
         traced.__dict__["_trainer"] = model.__dict__.get("_trainer")  # it also looks at every attribute
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch.jit.trace, which torch's own SummaryWriter uses
             self.experiment.add_graph(traced, example)
+
+    # -- images, texts and the like, by hand -----------------------------------------------------------------------------
+
+    def log_image(self, key: str, images: Any, step: int | None = None) -> None:
+        """Show an image, or several as one grid, in the Images tab.
+
+        Args:
+            key: its name there.
+            images: a tensor or array of C x H x W or N x C x H x W with 1 or 3 channels, or a list of the former of one size: bytes, or numbers
+                in [0, 1]; where others occur, all are brought there by one shift and scale. Images under 64 pixels are enlarged.
+            step: see Logger.
+
+        Raises:
+            MisconfigurationException: for other shapes.
+        """
+        self._show("add_image", key, step, lambda: (picture(key, images),))
+
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        """Show markdown in the Text tab."""
+        here = self._here(step, self._last_step)
+        if here is not None:
+            self.experiment.file_writer.add_summary(tb_files.text(self._label(key), text), here)
+
+    def log_histogram(self, key: str, values: Any, step: int | None = None) -> None:
+        """Show in the Histograms tab how values (a tensor of any size, counted where it is; an array; numbers) are distributed.
+
+        Only finite ones count; where there are none, nothing is written.
+        """
+        if self._here(step) is None:
+            return
+        h = values if isinstance(values, Histogram) else histogram(values)
+        if h is not None:
+            self._show("add_histogram_raw", key, step, lambda: (h.low, h.high, h.number, h.total, h.squares, h.limits, h.counts))
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
+        """Show a figure of matplotlib (or a list of them) in the Images tab, and close it."""
+        self._show("add_figure", key, step, lambda: (figure,))
+
+    def _label(self, name: str) -> str:
+        return super()._label(tag_of(name))
+
+    def _show(self, method: str, key: str, step: int | None, values: Any) -> None:
+        here = self._here(step, self._last_step)
+        if here is not None:
+            getattr(self.experiment, method)(self._label(key), *values(), global_step=here)
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         for writer in self._writers.values():
@@ -183,64 +279,40 @@ class TensorBoardLogger(FileLogger):
         self.settle()
         success = status in ("success", "finished")
         if self._writers and self._trained:
-            best = {f"best/{name}": value for name, value in self._best.items()}
-            self.log_metrics(best, self._last_step if success else self._last_step + 1)  # where a run that is resumed takes it back
+            self._write_best(self._last_step if success else self._last_step + 1)  # where a run that is resumed takes it back
         if self._writers and self._trained and self.hparams:
-            self.experiment.file_writer.add_summary(_session_end(success), self._last_step)
+            self.experiment.file_writer.add_summary(tb_files.session_end(success), self._last_step)
         self._close()
 
+    def _write_best(self, step: int) -> None:
+        """Write the best of training and validation, each where its numbers are."""
+        apart = {name: value for name, value in self._best["validate"].items() if self._shared(name)}
+        here = {**self._best["train"], **{name: value for name, value in self._best["validate"].items() if name not in apart}}
+        if here:
+            self._write(self.experiment, {f"best/{name}": value for name, value in here.items()}, step)
+        if apart:
+            self._write(self._writer_of("validate"), {f"best/{name}": value for name, value in apart.items()}, step)
+
     def _close(self) -> None:
-        """Close, and join what a later use of this logger wrote (a test after a fit) to the run's first event file."""
+        """Close, and join what a later use of this logger wrote (a resumed run, a test after a fit) to the run's first event file."""
         for folder, writer in self._writers.items():
             writer.close()
-            first, *later = [path for path in self._files[folder] if os.path.exists(path)] or [""]
-            for path in later:  # event files are sequences of records, so appending one to another is a valid file
-                with open(first, "ab") as whole, open(path, "rb") as part:
-                    shutil.copyfileobj(part, whole)
-                os.remove(path)
-            self._files[folder] = [first] if first else []
-        self._writers, self._trained = {}, False
+            mine = [path for path in sorted(self._files[folder]) if os.path.exists(path) and not self._grown(path)]
+            if len(mine) > 1:
+                tb_files.join(mine[0], mine[1:])
+            self._files[folder] = mine[:1]
+        self._writers, self._trained, self._earlier = {}, False, {}
+
+    def _grown(self, path: str) -> bool:
+        """True for an earlier event file that another process writes at the same time: it is left alone."""
+        return os.path.getsize(path) != self._earlier.get(path, os.path.getsize(path))
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": dict(self._best)}
+        return {"best": {stage: dict(numbers) for stage, numbers in self._best.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._best = dict(state_dict.get("best", {}))
-
-
-def _event_files(folder: str) -> set[str]:
-    return {os.path.join(folder, n) for n in os.listdir(folder) if n.startswith(_EVENTS)} if os.path.isdir(folder) else set()
-
-
-# The records of TensorBoard's HParams tab (tensorboard/plugins/hparams/plugin_data.proto). An "experiment" record is left out on purpose:
-# TensorBoard takes the first that it finds as the table's columns for all runs, and without any it shows what the runs really have.
-
-
-def _session_start(flat: dict[str, bool | int | float | str]) -> Any:
-    """The hyper-parameters of a run, and when it began."""
-    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-
-    info = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-    for name, value in flat.items():
-        kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
-        setattr(info.hparams[name], kind, value)
-    return _summary(metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=info))
-
-
-def _session_end(success: bool) -> Any:
-    """How and when a run ended."""
-    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
-
-    status = api_pb2.Status.Value("STATUS_SUCCESS" if success else "STATUS_FAILURE")
-    info = plugin_data_pb2.SessionEndInfo(end_time_secs=time.time(), status=status)
-    return _summary(metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=info))
-
-
-def _summary(tag: str, data: Any) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata
-
-    value = Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR)
-    return Summary(value=[value])
+        for stage, numbers in state_dict.get("best", {}).items():
+            if stage in self._best and isinstance(numbers, dict):  # files of earlier versions did not tell the stages apart
+                self._best[stage] = dict(numbers)

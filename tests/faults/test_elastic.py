@@ -79,7 +79,7 @@ def start(*options, train, end):
 
 def finish(process, code=0):
     try:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=180)
     finally:
         process.kill()
     assert process.returncode == code, err[-3000:]

@@ -258,7 +258,7 @@ LONG = """
     class Slow(Noisy):
         def training_step(self, batch, batch_idx):
             Path(f"pid.{self.global_rank}").write_text(str(os.getpid()))
-            time.sleep(0.05)
+            time.sleep(0.1)  # 10 s an epoch: the signal comes long before its end
             return super().training_step(batch, batch_idx)
 
         def on_exception(self, error):
@@ -284,7 +284,7 @@ def run_script(*command, more):
 
 def pids(*ranks):
     files = [Path(f"pid.{rank}") for rank in ranks]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.02)
@@ -295,7 +295,7 @@ def test_c46_a_long_epoch_and_a_signal_to_all_processes_of_the_group():
     process = run_script(more={})
     pids(0)
     os.killpg(process.pid, signal.SIGTERM)  # the worker too
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 143 and "Traceback" not in err, err
     assert out.count("mine\n") == 2  # the user's handler, called in the fit and put back after it
     step = torch.load(f"saved/{PREEMPTED}", weights_only=True)["global_step"]
@@ -313,7 +313,7 @@ def test_c46_two_ranks_save_the_same_step_when_who_started_them_is_told(way):
     if way == "local":
         os.kill(process.pid, signal.SIGUSR1)  # Slurm's notice, and the end before they can have saved
     os.kill(process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=120)
     step = torch.load(f"saved/{PREEMPTED}", weights_only=True)["global_step"]
     assert [Path(f"end.{rank}").read_text() for rank in (0, 1)] == [f"SIGTERMException {step}"] * 2
     assert f"ends the fit after step {step}. Saved" in out

@@ -24,10 +24,15 @@ class FakeTrainer(SimpleNamespace):
             "validation_owed": False, "publishes_step": True, "batch_indices": None, "data_shares": 1, "records": True,
             "lightning_module": None, "optimizers": [], "lr_scheduler_configs": [], "num_training_batches": 4, "num_val_batches": [2],
             "num_test_batches": [2], "num_predict_batches": [2], "num_sanity_val_batches": [2], "max_epochs": 2,
+            "max_steps": -1, "max_time": None, "accumulate_grad_batches": 1, "precision_plugin": None,
             "metric_steps": {},
         }  # fmt: skip
         super().__init__(**{**defaults, **changes})
         self.callbacks, self.requests, self.saved, self.logged, self.broadcasts, self.printed = list(callbacks), [], [], [], 0, []
+
+    @property
+    def logging_step(self) -> int:
+        return self.global_step
 
     # -- what callbacks call ---------------------------------------------------------------------------------------------
 

@@ -209,7 +209,7 @@ def attempt(measure: Callable[[], Any]) -> Any:
 
 def start(ranks: int, fn: Callable[..., Any], **kwargs: Any) -> list[Any]:
     """Call `fn` in so many processes; return what each gave."""
-    return [fn(**kwargs)] if ranks == 1 else run_ranks(fn, ranks, timeout=120, **kwargs)
+    return [fn(**kwargs)] if ranks == 1 else run_ranks(fn, ranks, **kwargs)
 
 
 def sources_of(ranks: int) -> list[str]:

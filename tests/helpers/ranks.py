@@ -47,7 +47,7 @@ class RemoteTraceback(Exception):
         return str(self.args[0])
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int = 2, timeout: float = 60, **kwargs: Any) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int = 2, timeout: float = 180, **kwargs: Any) -> list[Any]:
     """Call `fn(**kwargs)` in `world_size` processes at once and return their results by rank.
 
     Each process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and torchelastic's names in its environment, beside
@@ -146,9 +146,11 @@ def _stacks(processes: list[Any], pending: dict[Any, int], folder: str) -> str:
     for rank in sorted(pending.values()):
         with contextlib.suppress(ProcessLookupError, TypeError):
             os.kill(processes[rank].pid, signal.SIGUSR1)
-    time.sleep(0.3)  # the handler runs at once, also inside a blocked C call; only the write has to be done
+    deadline = time.monotonic() + 5
     for rank in sorted(pending.values()):
         path = Path(folder, f"{rank}.txt")
+        while path.exists() and "in <module>\n" not in path.read_text() and time.monotonic() < deadline:  # where the main thread's stack ends
+            time.sleep(0.05)  # the handler runs also inside a blocked C call; only the process has to get its turn
         texts.append(f"--- rank {rank} ---\n{path.read_text() if path.exists() else '(not started)'}")
     return "\n".join(texts)
 

@@ -85,11 +85,7 @@ def ddp_by_hand(hook: str | None, state: Any = None) -> Any:
             mine = batch[rank::2]
             torch.nn.functional.mse_loss(ddp(mine[:, :4]), mine[:, 4:]).backward()
             optimizer.step()
-    del ddp  # gloo's threads must have let go of the hook's closures, which hold the group, before it is closed
-    torch.distributed.barrier()
-    time.sleep(0.2)
-    torch.distributed.destroy_process_group()
-    return module.state_dict()
+    return module.state_dict()  # the group stays open: a thread of gloo may still hold closures of the hook, which hold the group
 
 
 def with_hook(**arguments: Any) -> Any:

@@ -180,7 +180,7 @@ def test_resume_goes_on_to_the_bit_on_all_ranks(tmp_path: Path, warmup: int) -> 
             found.append((same, first.losses + rest.losses == whole.losses, torch.equal(flat(whole), flat(rest))))
         return found
 
-    for found in run_ranks(run, folder=str(tmp_path), timeout=120):
+    for found in run_ranks(run, folder=str(tmp_path)):
         assert found == [(True, True, True)] * 7
 
 

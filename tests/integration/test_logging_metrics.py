@@ -201,12 +201,14 @@ def test_one_name_is_logged_in_one_way() -> None:
 
 
 def test_logging_outside_a_run() -> None:
-    with pytest.raises(RuntimeError, match=r"Scalar is not attached to a Trainer: self.trainer \(and self.log"):
+    with pytest.warns(UserWarning, match=r"self.log\('x'\) outside of fit, validate, test and predict does nothing"):
         Scalar().log("x", 1.0)
     with pytest.raises(RuntimeError, match="only inside fit, validate, test or predict"):
         _ = Scalar().trainer
     module = Scalar()
     quiet(max_epochs=1).fit(module, loader([1]))
-    with pytest.raises(RuntimeError, match="not attached"):
-        module.log("x", 1.0)
+    with pytest.warns(UserWarning, match="does nothing"):
+        module.log_dict({"x": 1.0})
+    with pytest.raises(RuntimeError, match="Scalar is not attached"):
+        module.optimizers()
     assert (module.current_epoch, module.global_step, module.global_rank, module.local_rank, module.logger, module.loggers) == (0, 0, 0, 0, None, [])

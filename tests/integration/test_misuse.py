@@ -386,7 +386,7 @@ def test_mistakes_that_would_pass_without_a_word():
     class OldHook(Scalar):
         def validation_epoch_end(self, outputs): ...
 
-    with pytest.raises(MisconfigurationException, match=r"rename it to on_validation_epoch_end\(self\)"):
+    with pytest.raises(MisconfigurationException, match=r"Use on_validation_epoch_end\(self\)"):
         quiet(max_epochs=1).fit(OldHook(), loader([1]))
 
     class Manual(Scalar):

@@ -70,7 +70,7 @@ def test_c14_ranks_of_different_lengths_stop_together_with_the_first(accumulate,
             found.append((module.seen, trainer.global_step, trainer.callback_metrics["v"].item(), module.w.item()))
         return found
 
-    first, second = run_ranks(task, timeout=30)
+    first, second = run_ranks(task)
     for (seen, steps, v, w), (other_seen, other_steps, other_v, other_w) in zip(first, second, strict=True):
         assert steps == other_steps == 2 * -(-3 // accumulate) and w == other_w and v == other_v
         assert v == (0 + 1 + 2 + 0 + 1 + 2 + 3 + 4) / 8  # evaluation takes every sample
@@ -85,7 +85,7 @@ def test_c14_lists_of_a_ranks_own():
         trainer.fit(module, lists[trainer.global_rank])
         return module.seen, trainer.global_step
 
-    assert run_ranks(task, timeout=30) == [([[0.0, 1.0, 2.0]] * 2, 6)] * 2
+    assert run_ranks(task) == [([[0.0, 1.0, 2.0]] * 2, 6)] * 2
 
 
 class Draws(Scalar):

@@ -79,7 +79,7 @@ def test_c21_the_ranks_own_exception_comes_first_and_nobody_hangs():
         quiet(strategy="ddp", devices=2, max_epochs=1).fit(Failing(), loader(range(8), num_workers=2))
 
     with pytest.raises(OwnError) as caught:
-        run_ranks(task, timeout=20)
+        run_ranks(task)
     assert caught.value.code == 7 and isinstance(caught.value.__cause__, RemoteTraceback)
     assert "rank 1" in str(caught.value.__cause__)
 

@@ -81,8 +81,12 @@ def test_last_is_looked_for_in_the_folders_of_earlier_runs_and_loggers(own_direc
     assert first.checkpoint_callback.best_model_path == str(own_directory / "runs/version_0/checkpoints/epoch=0-step=2.ckpt")
     second, module = log("last", 2)
     assert module.seen == [(1, 1.0), (1, 2.0)]
-    assert second.checkpoint_callback.best_model_path.startswith(str(own_directory / "runs/version_1"))
+    assert second.checkpoint_callback.best_model_path == str(own_directory / "runs/version_0/checkpoints/epoch=1-step=4.ckpt")
     assert log("auto", 3)[1].seen == [(2, 1.0), (2, 2.0)]
+    assert os.listdir("runs") == ["version_0"]  # one run, one set of curves
+    path = own_directory / "runs/version_0/checkpoints/epoch=2-step=6.ckpt"
+    third, _ = log(path, 4)  # a file that is named may be the start of something else
+    assert third.checkpoint_callback.best_model_path.startswith(str(own_directory / "runs/version_1")) and path.exists()
 
 
 def test_what_cannot_be_found_is_said_before_anything_runs(own_directory):

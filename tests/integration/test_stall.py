@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,13 @@ from trainer.launchers import ForkLauncher
 from trainer.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 5.0  # from the moment a rank ran out of time until nothing of the run is left
+ASLEEP_S = 120  # far longer than a run with a stuck rank lasts, also on a busy machine
 
 
 def doze(name):
     """Sleep; the time at which it began is left in a file."""
     Path(f"asleep.{name}").write_text(repr(time.time()))
-    time.sleep(30)
+    time.sleep(ASLEEP_S)
 
 
 class Sleeper(Net):
@@ -59,10 +60,13 @@ class Saving(Callback):
 
 
 def ended(error, name, timeout):
-    """Check how long after the time-out the error came; return its text."""
-    since = time.time() - float(Path(f"asleep.{name}").read_text())
-    assert timeout <= since < timeout + LIMIT_S
+    """Check that the error came after the time-out, and that nobody waited for the sleeper; return its text."""
+    assert timeout <= slept(name) < ASLEEP_S / 2
     return str(error.value)
+
+
+def slept(name):
+    return time.time() - float(Path(f"asleep.{name}").read_text())
 
 
 def test_c48_a_rank_asleep_in_a_training_step():
@@ -74,7 +78,7 @@ def test_c48_a_rank_asleep_in_a_training_step():
     assert "\nRank 1 was last seen in training step 3 (epoch 0).\n" in text
     zero, one = re.findall(r"^Rank \d: .*(?:\n .*)+", text, re.M)
     assert zero.startswith("Rank 0: backward or optimizer of training step 3 (epoch 0) (waiting for the others)") and "backward()" in zero
-    assert one.startswith("Rank 1: training step 3 (epoch 0)\n") and one.endswith("in doze\n    time.sleep(30)")
+    assert one.startswith("Rank 1: training step 3 (epoch 0)\n") and one.endswith("in doze\n    time.sleep(ASLEEP_S)")
     quiet(max_epochs=1).fit(module, loader(Net.rows(4), 4))  # nothing of it is left in the caller
 
 
@@ -140,18 +144,38 @@ def test_the_error_of_a_rank_is_not_taken_for_a_stall():
 
 class Patient(Net):
     def prepare_data(self):
-        time.sleep(3)
+        time.sleep(3.5)
 
     def training_step(self, batch, batch_idx):
-        if batch_idx in (1, 2):
-            time.sleep(1.2)  # twice less than the limit, in sum more
+        if batch_idx:
+            time.sleep(1.2)  # each time less than half the limit, in sum more
         return super().training_step(batch, batch_idx)
 
 
 def test_what_takes_its_time_is_no_stall():
-    trainer = quiet(strategy="ddp", devices=2, max_epochs=1, timeout=2)
+    trainer = quiet(strategy="ddp", devices=2, max_epochs=1, timeout=3)
     trainer.fit(Patient(), loader(Net.rows(16), 2))
     assert trainer.global_step == 4
+
+
+def test_ranks_that_start_late_are_waited_for():
+    def task():
+        rank = int(os.environ["RANK"])
+        found = Dist(World(rank, 3, init_method="env://"), timeout=timedelta(seconds=1))
+        if rank == 2:  # rank 0 waits for it before it joins; rank 1 joins
+            time.sleep(2.5)
+        found.open()
+        try:
+            return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+        finally:
+            found.close()
+
+    assert run_ranks(task, 3) == [timedelta(seconds=1)] * 3
+
+
+def test_what_the_account_of_a_stall_takes():
+    """All processes end within 5 s of the time-out: whoever is asked leaves in time, and so does whoever waits for what is told."""
+    assert stall._LOOK_S + stall._LEAVE_S < 5 and stall._ANSWER_S + stall._TOLD_S < 5
 
 
 def test_under_torchrun_all_ranks_end_and_each_shows_where_it_was():
@@ -164,8 +188,8 @@ def test_under_torchrun_all_ranks_end_and_each_shows_where_it_was():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True, timeout=90)
     assert done.returncode == 1
-    assert time.time() - float(Path("asleep.train").read_text()) < 3 + LIMIT_S + 3  # torchrun itself takes some time to leave
-    assert "Rank 1 when the run stalled: training step 3 (epoch 0)\n" in done.stderr and "time.sleep(30)" in done.stderr
+    assert slept("train") < ASLEEP_S / 2
+    assert "Rank 1 when the run stalled: training step 3 (epoch 0)\n" in done.stderr and "time.sleep(ASLEEP_S)" in done.stderr
     assert "Rank 0 when the run stalled: backward or optimizer of training step 3 (epoch 0)\n" in done.stderr
     assert "StallError: The run stalled: rank 0 waited longer than timeout=3 s" in done.stderr
 

@@ -181,12 +181,16 @@ def test_fast_dev_run_does_a_little_of_everything_and_writes_nothing(run: int, b
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self.tested = batch_idx + 1
 
+        def on_train_start(self) -> None:
+            self.logger.experiment.add_scalar("x", 1.0)  # there is something that takes it
+
     module = Everything()
     trainer = quiet(fast_dev_run=run, logger=CSVLogger(), callbacks=ModelCheckpoint(), enable_checkpointing=True, enable_model_summary=True)
     trainer.fit(module, loader(range(5)), loader(range(5)))
     trainer.test(module, loader(range(5)), verbose=False)
     assert (len(module.samples), len(module.validated[0][1]), module.tested) == (batches,) * 3
-    assert trainer.loggers == []
+    assert (len(trainer.loggers), trainer.log_dir) == (1, None)
+    assert quiet(fast_dev_run=run, logger=False).loggers == []
     assert list(own_directory.iterdir()) == []
 
 

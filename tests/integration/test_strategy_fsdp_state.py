@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 
 import pytest
 import torch
@@ -82,7 +81,7 @@ def test_checkpoints_go_in_all_directions(tmp_path):
         return whole, resumed
 
     single = train("single", tmp_path / "single", module=Even())
-    whole, resumed = run_ranks(task, timeout=120)[1]
+    whole, resumed = run_ranks(task)[1]
     for found in (*whole.values(), *resumed.values()):
         assert_equal(found, single)
     for source in whole:  # fsdp -> single
@@ -215,10 +214,8 @@ def test_after_an_exception_on_one_rank_there_is_nothing_wrong_to_use():
     def task():
         module = Failing()
         module.who = (1,)
-        start = time.monotonic()
         with pytest.warns(UserWarning, match="Load a checkpoint"), pytest.raises((Stop, RuntimeError)):
             train("fsdp", module=module)
-        assert all(p.is_meta and type(p) is torch.nn.Parameter for p in module.parameters())
-        return time.monotonic() - start
+        return all(p.is_meta and type(p) is torch.nn.Parameter for p in module.parameters())
 
-    assert max(run_ranks(task)) < 20
+    assert run_ranks(task) == [True, True]  # long before the time-out of a collective, of 30 minutes

@@ -123,7 +123,7 @@ def test_checkpoints_go_in_all_directions(tmp_path):
 
     single = train("single", tmp_path / "single")
     assert single[1]["total"] == pytest.approx(single[1]["sum"])
-    for whole, resumed in run_ranks(task, timeout=120):
+    for whole, resumed in run_ranks(task):
         for found in (*whole.values(), *resumed):
             assert_equal(found, single)
     assert_equal(train("single", resume=tmp_path / "mesh" / "step=2.ckpt"), single)

@@ -28,11 +28,10 @@ def fit(
     for optimizer in optimizers:
         optimizer.step()  # (schedulers warn otherwise; without gradients nothing moves)
     for _ in range(epochs):
-        trainer.hook("on_train_epoch_start")
         for i in range(steps):
-            for _ in range(2):  # two batches a step
+            for half in range(2):  # two batches a step
                 trainer.is_last_batch = i == steps - 1
-                trainer.hook("on_train_batch_start", None, i)
+                trainer.hook("on_train_batch_start", None, 2 * i + half)
             trainer.global_step += 1
             for c in configs:
                 if c.interval == "step":
@@ -67,6 +66,14 @@ def test_epochs() -> None:
     assert trainer.logged == [(1, {"lr-SGD": 1.0}), (4, {"lr-SGD": 0.125})]
 
 
+def test_an_epoch_that_is_resumed_in_its_middle_has_one_rate() -> None:
+    sgd = torch.optim.SGD([weight()], lr=1.0)
+    trainer = FakeTrainer("", [LearningRateMonitor()], loggers=[object()], optimizers=[sgd], lr_scheduler_configs=[config(sgd)]).start()
+    trainer.hook("on_train_epoch_start")
+    trainer.hook("on_train_batch_start", None, 4)
+    assert trainer.logged == []
+
+
 def test_names() -> None:
     plain, second = torch.optim.SGD([weight()], lr=1.0), torch.optim.SGD([weight()], lr=2.0)
     groups = torch.optim.Adam([{"params": [weight()], "lr": 3.0}, {"params": [weight()], "lr": 4.0, "name": "head"}])
@@ -86,6 +93,17 @@ def test_momentum_and_weight_decay() -> None:
         "lr-Adam": 2.0, "lr-Adam-momentum": 0.8, "lr-Adam-weight_decay": 0.0,
     }  # fmt: skip
     assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.9, "lr-Adam-momentum": 0.8}
+
+
+def test_groups_that_come_during_the_fit_are_logged_from_then_on() -> None:
+    sgd = torch.optim.SGD([weight()], lr=1.0)
+    monitor = LearningRateMonitor("epoch")
+    trainer = FakeTrainer("", [monitor], loggers=[object()], optimizers=[sgd], lr_scheduler_configs=[config(sgd)]).start()
+    trainer.hook("on_train_batch_start", None, 0)
+    sgd.add_param_group({"params": [weight()], "lr": 0.25})
+    trainer.hook("on_train_batch_start", None, 0)
+    assert monitor.lrs == {"lr-SGD/pg1": [1.0, 1.0], "lr-SGD/pg2": [0.25]}
+    assert [values for _, values in trainer.logged] == [{"lr-SGD": 1.0}, {"lr-SGD/pg1": 1.0, "lr-SGD/pg2": 0.25}]
 
 
 def test_without_scheduler_it_warns_and_logs_both_ways() -> None:

@@ -108,7 +108,7 @@ def test_plugins() -> None:
     assert config.plugins(None) == []
     assert config.plugins(io) == [io]
     assert config.plugins((precision, io)) == [precision, io]
-    with pytest.raises(MisconfigurationException, match=r"plugins must be Precision objects or objects with save_checkpoint.*got int"):
+    with pytest.raises(MisconfigurationException, match=r"plugins must be Precision objects, Launchers or objects with save_checkpoint.*got int"):
         config.plugins([io, 3])
 
 

@@ -91,5 +91,5 @@ def test_without_any_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda **_: [])
     with pytest.raises(MisconfigurationException, match="plugins='gzip' is unknown. Choose one of none: no plug-in is installed, or give an object"):
         Trainer(plugins="gzip")
-    with pytest.raises(MisconfigurationException, match="plugins must be Precision objects .* got the class CheckpointIO"):
+    with pytest.raises(MisconfigurationException, match="plugins must be Precision objects.* got the class CheckpointIO"):
         Trainer(plugins=CheckpointIO)

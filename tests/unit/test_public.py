@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[2]
 NAMES = {
     "trainer": (
         "AttributeDict CombinedLoader DDPStrategy DataModule MisconfigurationException SIGTERMException SingleDeviceStrategy Strategy "
-        "TrainModule Trainer isolate_rng seed_everything"
+        "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler TrainModule Trainer Tuner isolate_rng seed_everything"
     ),
     "callbacks": (
-        "BackboneFinetuning BaseFinetuning BasePredictionWriter CSVLogger Callback DeviceStatsMonitor EMAWeightAveraging EarlyStopping "
-        "GradientAccumulationScheduler GradientMonitor GradientSync LambdaCallback LearningRateMonitor Logger ModelCheckpoint ModelSummary "
-        "OnExceptionCheckpoint ProgressBar SeedEverything SpikeDetection StragglerMonitor TQDMProgressBar TensorBoardLogger ThroughputMonitor Timer "
-        "WeightAveraging"
+        "BackboneFinetuning BatchSizeFinder LearningRateFinder BaseFinetuning BasePredictionWriter CSVLogger Callback DeviceStatsMonitor EMAWeightAveraging EarlyStopping "
+        "GradientAccumulationScheduler GradientMonitor GradientSync HistogramMonitor LambdaCallback LearningRateMonitor Logger ModelCheckpoint ModelPruning ModelSummary "
+        "OnExceptionCheckpoint ProgressBar RichModelSummary RichProgressBar RichProgressBarTheme SampleImages SeedEverything SpikeDetection StochasticWeightAveraging NaNGuard NonFiniteError StragglerMonitor TQDMProgressBar TensorBoardLogger ThroughputMonitor Timer "
+        "WeightAveraging summarize"
     ),
 }
 
@@ -36,7 +36,7 @@ ARGUMENTS = """
     limit_val_batches limit_test_batches limit_predict_batches overfit_batches fast_dev_run val_check_interval check_val_every_n_epoch
     num_sanity_val_steps log_every_n_steps accumulate_grad_batches gradient_clip_val gradient_clip_algorithm logger callbacks
     default_root_dir enable_checkpointing enable_progress_bar enable_model_summary deterministic benchmark inference_mode
-    use_distributed_sampler detect_anomaly barebones plugins reload_dataloaders_every_n_epochs seed resume launcher
+    use_distributed_sampler profiler detect_anomaly barebones plugins reload_dataloaders_every_n_epochs seed resume launcher
     timeout
 """
 
@@ -48,8 +48,8 @@ FACE = """
     is_global_zero num_devices device_ids num_nodes train_dataloader val_dataloaders test_dataloaders predict_dataloaders
     num_training_batches num_val_batches num_test_batches num_predict_batches num_sanity_val_batches limit_train_batches
     limit_val_batches limit_test_batches limit_predict_batches fast_dev_run accumulate_grad_batches gradient_clip_val
-    gradient_clip_algorithm estimated_stepping_batches enable_validation is_last_batch publishes_step data_shares records
-    batch_indices
+    gradient_clip_algorithm estimated_stepping_batches enable_validation is_last_batch publishes_step logging_step data_shares records
+    batch_indices profiler
 """
 
 MODULE = """
@@ -76,6 +76,13 @@ SIGNATURES = {
         "dirpath filename monitor verbose save_last save_top_k save_on_exception save_weights_only mode auto_insert_metric_name every_n_train_steps "
         "train_time_interval every_n_epochs save_on_train_epoch_end enable_version_counter"
     ),
+    callbacks.TQDMProgressBar: "refresh_rate process_position leave",
+    callbacks.RichProgressBar: "refresh_rate leave theme console_kwargs",
+    callbacks.RichProgressBarTheme: (
+        "description progress_bar progress_bar_finished progress_bar_pulse batch_progress time processing_speed metrics metrics_text_delimiter metrics_format"
+    ),
+    callbacks.ModelSummary: "max_depth",
+    callbacks.RichModelSummary: "max_depth",
     callbacks.Timer: "duration interval verbose",
     callbacks.OnExceptionCheckpoint: "dirpath filename",
     callbacks.GradientAccumulationScheduler: "scheduling",
@@ -86,8 +93,23 @@ SIGNATURES = {
     callbacks.BackboneFinetuning: (
         "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr should_align initial_denom_lr train_bn verbose rounding"
     ),
+    callbacks.LearningRateFinder: "min_lr max_lr num_training_steps mode early_stop_threshold update_attr attr_name",
+    callbacks.BatchSizeFinder: "mode steps_per_trial init_val max_trials batch_arg_name margin max_val",
+    trainer.Tuner.lr_find: (
+        "model train_dataloaders val_dataloaders dataloaders datamodule method min_lr max_lr num_training mode early_stop_threshold update_attr attr_name"
+    ),
+    trainer.Tuner.scale_batch_size: (
+        "model train_dataloaders val_dataloaders dataloaders datamodule method mode steps_per_trial init_val max_trials batch_arg_name margin max_val"
+    ),
     callbacks.ThroughputMonitor: "batch_size_fn length_fn window_size separator",
     callbacks.DeviceStatsMonitor: "cpu_stats",
+    callbacks.StochasticWeightAveraging: "swa_lrs swa_epoch_start annealing_epochs annealing_strategy avg_fn device",
+    trainer.Profiler: "dirpath filename",
+    trainer.SimpleProfiler: "dirpath filename extended",
+    trainer.AdvancedProfiler: "dirpath filename line_count_restriction dump_stats",
+    trainer.PyTorchProfiler: (
+        "dirpath filename group_by_input_shapes export_to_chrome row_limit sort_by_key record_module_names table_kwargs profiler_kwargs"
+    ),
     callbacks.SpikeDetection: "mode window warmup atol rtol exclude_batches_path finite_only",
     callbacks.WeightAveraging: "device use_buffers avg_fn multi_avg_fn",
     callbacks.EMAWeightAveraging: "device use_buffers decay update_every_n_steps update_starting_at_step update_starting_at_epoch",

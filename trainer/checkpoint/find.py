@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint import io
 from trainer.errors import CheckpointError, MisconfigurationException, nearest
 
 __all__ = ["files", "newest", "resolve", "with_subfolders"]
@@ -24,7 +25,7 @@ def resolve(
     """Return the path that `ckpt_path=` stands for, or None to start afresh.
 
     Args:
-        wanted: a path; "best" (the best file of the run just ended); "last" (the newest file, which must exist); "auto" (the newest
+        wanted: a path; "best" (the best file of the run just ended, or of the newest earlier one); "last" (the newest file, which must exist); "auto" (the newest
             file if there is one); None.
         checkpoints: the trainer's ModelCheckpoints.
         folders: where earlier runs of these settings left their files.
@@ -34,12 +35,12 @@ def resolve(
     Raises:
         CheckpointError: when the path does not exist, "last" finds nothing, or all that "last" or "auto" find is damaged: a run that
             was to go on is not started afresh.
-        MisconfigurationException: when "best" is asked for and no ModelCheckpoint has one.
+        MisconfigurationException: when "best" is asked for and no ModelCheckpoint has one; for Lightning's "hpc" and "registry".
     """
     if wanted is None:
         return None
     if wanted == "best":
-        best = next((c.best_model_path for c in checkpoints if c.best_model_path), None)
+        best = next((c.best_model_path for c in checkpoints if c.best_model_path), None) or _best_of(newest(files(folders), damage))
         if best is None:
             raise MisconfigurationException(
                 "ckpt_path='best': no ModelCheckpoint of this trainer has a best file; fit first, or give a path."
@@ -51,9 +52,22 @@ def resolve(
         if found is None and wanted == "last":
             raise CheckpointError(f"ckpt_path='last': there is no checkpoint in {', '.join(folders) or 'any folder'}. 'auto' starts afresh then.")
         return found
+    if wanted in ("hpc", "registry"):
+        raise MisconfigurationException(f"ckpt_path={wanted!r}: use 'auto', which also finds what a run left when its machine was taken away.")
     if not os.path.exists(wanted):
         raise CheckpointError(f"ckpt_path={os.fspath(wanted)!r} does not exist.{nearest(os.fspath(wanted), ('auto', 'last', 'best'))}")
     return os.fspath(wanted)
+
+
+def _best_of(file: str | None) -> str | None:
+    """Return the best file of the run that wrote `file`, by what it knows of it, where it was or beside `file`."""
+    if file is None:
+        return None
+    table = io.load(Path(file, io.TABLE) if os.path.isdir(file) else file)
+    states = [state for state in table.get("callbacks", {}).values() if isinstance(state, dict)]
+    paths = [path for state in states if isinstance(path := state.get("best_model_path"), str) and path]
+    beside = [os.path.join(os.path.dirname(file), os.path.basename(path)) for path in paths]  # the folder may have been moved
+    return next((path for path in (*paths, *beside) if os.path.exists(path)), None)
 
 
 def with_subfolders(folders: Iterable[str], names: Iterable[str]) -> list[str]:

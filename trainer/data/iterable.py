@@ -123,6 +123,7 @@ class LoaderStream(Stream):
         self._turn = 0
 
     def __next__(self) -> Fetched:
+        unseen = self._iterator is None and self._drains_in_workers()
         if self._iterator is None:
             source, (token, _, prefix, *_) = self._source, self._item
             # Every worker needs to be told once where to begin; a data set's state may be large.
@@ -132,12 +133,22 @@ class LoaderStream(Stream):
                 self._pull()
                 if self._source.spec.drain_progress is not None:
                     self._source.spec.drain_progress(number + 1, self._skip)
+        if unseen:
+            self._source.spec.drain_progress(0, self._used)
         got = self._pull()
+        if unseen:
+            self._source.spec.drain_progress(self._used, self._used)
         if got is None:
             raise StopIteration
         self._drawn += 1
         batch, local, total, self._used, self._state = got
         return Fetched(batch, local, total)
+
+    def _drains_in_workers(self) -> bool:
+        """True where workers pass over items out of sight: all one sees of it is how long the first batch takes."""
+        source = self._source
+        within = source.loader.num_workers > 0 and self._state is None and source.counts == "samples"
+        return within and self._used > 0 and source.spec.drain_progress is not None
 
     def _pull(self) -> Any:
         while len(self._ended) < self._workers:

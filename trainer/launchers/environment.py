@@ -14,7 +14,7 @@ from trainer.errors import MisconfigurationException, nearest
 from trainer.launchers.base import InProcessLauncher, Launcher
 from trainer.world import World
 
-__all__ = ["SlurmLauncher", "TorchrunLauncher", "detect", "gpu_order", "inside_rank"]
+__all__ = ["SlurmLauncher", "TorchrunLauncher", "detect", "gpu_order", "inside_rank", "rank_of_process"]
 
 T = TypeVar("T")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -149,6 +149,15 @@ def detect(requested: str | bool | Launcher | None = None) -> Launcher | None:
 def inside_rank() -> bool:
     """Return whether somebody started this process as one of several, also where that is to be ignored."""
     return any(kind.found() for kind in _DETECTED.values())
+
+
+def rank_of_process() -> int:
+    """Return which of the processes of a launch this one is; 0 where nobody launched it, or the variables are not understood."""
+    try:
+        found = detect()
+    except MisconfigurationException:
+        return 0
+    return 0 if found is None or found.world is None else found.world.rank
 
 
 def gpu_order() -> tuple[str | None, bool]:

@@ -23,7 +23,7 @@ _RELEASE = b"r"
 # After the first failure: how long the other ranks may live, and how long the failed rank waits for their word before it ends
 # (its exit makes torchelastic stop them). A rank that lost its peer waits for the one that says why; ranks stopped by SIGTERM
 # all leave at one step, each after its own clean-up.
-_LIMITS_S = {"fault": (3.0, 0.0), "died": (3.0, 0.0), "victim": (3.0, 1.0), "interrupted": (30.0, 0.0), "stopped": (30.0, 30.0)}
+_LIMITS_S = {"fault": (3.0, 0.0), "died": (3.0, 0.0), "victim": (3.0, 2.0), "interrupted": (30.0, 0.0), "stopped": (30.0, 30.0)}
 
 _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 

@@ -20,13 +20,17 @@ _WORD = {"validate": "validation", "sanity_check": "validation", "test": "test"}
 
 
 def evaluate(run: Any) -> list[dict[str, float]]:
-    """Run `Trainer.validate` or `Trainer.test`; return one dict of numbers a loader. Collective."""
+    """Run `Trainer.validate` or `Trainer.test`; return, for each loader, a dict of the numbers of its epoch. Collective."""
     run.strategy.wrap(training=False)
     published = _pass(run, run.fn)
-    count = len(run.loaders.sources(run.fn))
+    homes = run.recorder.homes
     return [
-        {name: value for name, value in published.callback.items() if published.loader.get(name) in (None, i)}
-        for i in range(count)
+        {
+            name: published.callback[name]
+            for name in published.callback
+            if name in published.epochs and published.loader[name] in (None, i) and i in homes.get(name, (i,))
+        }
+        for i in range(len(run.loaders.sources(run.fn)))
     ]
 
 
@@ -127,12 +131,14 @@ def _pass(run: Any, stage: str, limit: int | None = None) -> Published | None:
     word, hooks = _WORD[stage], run.hooks
     if run.fn == "fit" and stage == "validate":
         hooks.call("on_validation_model_zero_grad")
-    sources = run.loaders.sources("validate" if stage == "sanity_check" else stage)
+    kind = "validate" if stage == "sanity_check" else stage
+    run.loaders.sources(kind)  # one that cannot work is refused ahead of the hooks
     run.collector = run.new_collector()
     run.strategy.sync_buffers()
     with run.strategy.evaluating(), modes_kept(run.module), torch.inference_mode(run.settings.inference_mode), torch.no_grad():
         hooks.call(f"on_{word}_model_eval")
         hooks.call(f"on_{word}_start")
+        sources = run.loaders.sources(kind)  # a hook may have changed the batch size
         hooks.call(f"on_{word}_epoch_start")
         for index, source in enumerate(sources):
             if index and leaves(run):
@@ -170,11 +176,11 @@ def show_epoch(run: Any, hook: str) -> None:
 def outputs(run: Any, word: str, source: Any, index: int, several: bool, limit: int | None = None) -> Iterator[Any]:
     """Run `validation_step`, `test_step` or `predict_step` (as `word` says) on a loader's batches; yield what it returns."""
     hooks, name = run.hooks, f"{word}_step"
-    step = step_caller(run.strategy.step(name), several, index)
+    step = step_caller(run.profiled(name, run.strategy.step(name)), several, index)
     hears_start, hears_end = hooks.used(f"on_{word}_batch_start"), hooks.used(f"on_{word}_batch_end")
     passing = run.evaluated = source.epoch(run.progress.epoch if run.fn == "fit" else 0)
     copy_ahead(run, passing)
-    for i, batch in enumerate(passing.batches()):
+    for i, batch in enumerate(run.profiled_batches(word, passing) if run.profiles else passing.batches()):
         if (limit is not None and i >= limit) or (i and leaves(run)):
             break
         batch, run.recorder.place = receive(run, batch, None, index), (index, i)

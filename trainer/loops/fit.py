@@ -34,7 +34,8 @@ def fit(run: Any) -> None:
     """Train until a limit is reached or a stop is agreed on. Collective."""
     if begin(run):
         while not run.done:
-            train_epoch(run)
+            with run.profiler.profile("run_training_epoch"):
+                train_epoch(run)
         run.leave()
         run.strategy.sync_module()  # the module is the same on every rank, as in a checkpoint
         run.hooks.call("on_train_end")
@@ -44,7 +45,8 @@ def fit(run: Any) -> None:
 
 def train_epoch(run: Any) -> None:
     """Train one epoch, or what is left of one that is resumed in its middle. Collective."""
-    groups = begin_epoch(run).groups(run.accumulate)
+    epoch = begin_epoch(run)
+    groups = run.profiled_groups(epoch) if run.profiles else epoch.groups(run.accumulate)
     if run.progress.validation_owed and not validate_late(run):
         return
     for group in groups:
@@ -98,13 +100,11 @@ def begin(run: Any) -> bool:
     if run.settings.limits["train"] == 0:
         run.trainer.warn("Nothing to do: limit_train_batches=0 leaves no batch to train on.")
         return False
-    run.training_step = step_caller(run)
-    run.compute = forward_backward if run.strategy.pipeline is None else staged
-    run.other_step = manual_step if run.manual else closure_step if run.by_closure else None
-    if run.guarded:
-        run.guard, run.other_step = Guard(run), guarded_step
+    choose_step(run)
     usual = run.compute is forward_backward and run.other_step is None
     run.asks_ahead = usual and not run.dist.alone and not run.may_stop_late()
+    if run.profiles:
+        run.profile_steps()
     run.validates = run.can_validate()
     if not run.validates and overrides(run.module, TrainModule, "validation_step") and run.settings.limits["validate"] != 0:
         run.trainer.warn("There is a validation_step but no validation loader (val_dataloader, val_dataloaders=): nothing is validated.")
@@ -122,9 +122,18 @@ def begin(run: Any) -> bool:
     return True
 
 
+def choose_step(run: Any) -> None:
+    """Set which functions take the steps of a run whose optimizers are made."""
+    run.training_step = step_caller(run)
+    run.compute = forward_backward if run.strategy.pipeline is None else staged
+    run.other_step = manual_step if run.manual else closure_step if run.by_closure else None
+    if run.guarded:
+        run.guard, run.other_step = Guard(run), guarded_step
+
+
 def step_caller(run: Any) -> Any:
     """Return `training_step` as the loop calls it: with (batch, batch_idx), or batch alone if it takes no more."""
-    from_strategy = run.strategy.training_step
+    from_strategy = run.profiled("training_step", run.strategy.training_step)
     if takes_index(run.module.training_step):
         return from_strategy
     return lambda batch, index: from_strategy(batch)
@@ -136,7 +145,7 @@ def begin_epoch(run: Any) -> Any:
     if every and p.epoch and p.epoch % every == 0 and p.batch == 0:
         run.loaders.reload("train")
         run.loaders.reload("validate")
-    (source,) = run.loaders.sources("train")
+    run.loaders.sources("train")  # it may be new, and one that cannot work is refused ahead of the hooks
     fresh, run.skip_epoch = p.batch == 0, False
     if fresh:
         run.restore_streams()
@@ -145,6 +154,7 @@ def begin_epoch(run: Any) -> Any:
         run.rewrap, run.training_step = False, None
         run.strategy.wrap(training=True)
         run.training_step = step_caller(run)
+    (source,) = run.loaders.sources("train")  # a hook may have changed the batch size
     run.val_every = validation_interval(run, source)
     run.epoch_pass = source.epoch(p.epoch, run.position)
     copy_ahead(run, run.epoch_pass)

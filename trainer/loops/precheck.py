@@ -11,7 +11,7 @@ import torch
 from trainer.checkpoint import io, state
 from trainer.datamodule import DataModule
 from trainer.errors import MisconfigurationException
-from trainer.hooks import check_module, overrides
+from trainer.hooks import check_datamodule, check_module, overrides
 from trainer.module import TrainModule
 
 __all__ = ["check_job"]
@@ -43,6 +43,8 @@ def check_job(job: Any, saves: bool) -> None:
     if job.datamodule is not None and not isinstance(job.datamodule, DataModule):
         raise MisconfigurationException(f"datamodule must be a DataModule; got {_kind(job.datamodule)}.")
     check_module(module)
+    if job.datamodule is not None:
+        check_datamodule(job.datamodule)
     _needs_methods(module, fn)
     _needs_loader(job)
     if fn == "fit":

@@ -15,12 +15,14 @@ __all__ = ["predict"]
 def predict(run: Any) -> list[Any] | None:
     """Return the predictions: a list over batches, or a list of such lists where there are several loaders. Collective."""
     run.strategy.wrap(training=False)
-    sources, hooks = run.loaders.sources("predict"), run.hooks
+    hooks = run.hooks
+    run.loaders.sources("predict")  # one that cannot work is refused ahead of the hooks
     keep = run.job.return_predictions
     found: list[list[Any]] = []
     with run.strategy.evaluating(), modes_kept(run.module), torch.inference_mode(run.settings.inference_mode), torch.no_grad():
         hooks.call("on_predict_model_eval")
         hooks.call("on_predict_start")
+        sources = run.loaders.sources("predict")  # a hook may have changed the batch size
         hooks.call("on_predict_epoch_start")
         for index, source in enumerate(sources):
             given = outputs(run, "predict", source, index, len(sources) > 1)

@@ -209,6 +209,25 @@ class Strategy:
         dist = self.__dict__.get("dist")
         return obj if dist is None else dist.broadcast(obj, src)
 
+    def reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: str = "mean") -> torch.Tensor:
+        """Return the "mean" or the "sum" of the ranks' tensors on every rank; `group` is accepted as in Lightning. Collective.
+
+        Raises:
+            MisconfigurationException: for another operation.
+        """
+        if str(reduce_op).lower() not in ("mean", "avg", "sum"):
+            raise MisconfigurationException(f"strategy.reduce(reduce_op={reduce_op!r}) must be 'mean' or 'sum'.")
+        dist = self.__dict__.get("dist")
+        if dist is None or dist.alone:
+            return tensor
+        total = dist.sum(tensor.clone())
+        return total if str(reduce_op).lower() == "sum" else total / dist.world.world_size
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Stack the ranks' tensors of one shape, as `TrainModule.all_gather` does. Collective."""
+        dist = self.__dict__.get("dist")
+        return tensor if dist is None else dist.all_gather(tensor, sync_grads)
+
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, Any]:

@@ -141,6 +141,13 @@ class ShardedModule:
         """Every FSDPModule in the module, the root last."""
         return [m for m in reversed(list(self.root.modules())) if isinstance(m, FSDPModule)]
 
+    @property
+    def gathered(self) -> list[torch.Tensor]:
+        """The whole weights of every part as torch keeps them, and whole gradients that wait for a later batch. Weights let go have no storage."""
+        params = [p for unit in self.units for group in _groups(unit) for p in group.fsdp_params]
+        found = [t for p in params for t in (getattr(p, "_unsharded_param", None), p.unsharded_accumulated_grad) if t is not None]
+        return [t.to_local() if isinstance(t, DTensor) else t for t in found]
+
     def shard(self) -> None:
         """Cut the parameters, part by part: each is moved to the device when the one before it was let go. Collective."""
         for part in self._parts:
