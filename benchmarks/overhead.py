@@ -136,6 +136,37 @@ def ignite(data: DataLoader, watch: Stopwatch, folder: str) -> None:
     engine.run(data, max_epochs=2)
 
 
+def transformers(data: DataLoader, watch: Stopwatch, folder: str) -> None:
+    from transformers import Trainer as Theirs
+    from transformers import TrainerCallback, TrainingArguments
+
+    class Classifier(nn.Module):
+        """A model as their Trainer wants it: named inputs, and a dict with the loss."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": F.cross_entropy(self.net(x), labels)}
+
+    class Timer(TrainerCallback):
+        def on_step_end(self, *args: object, **kwargs: object) -> None:
+            watch.step()
+
+    def collate(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        x, y = zip(*rows, strict=True)
+        return {"x": torch.stack(x), "labels": torch.stack(y)}
+
+    model = Classifier()
+    args = TrainingArguments(
+        folder, num_train_epochs=2, per_device_train_batch_size=BATCH, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+        logging_steps=LOG_EVERY, max_grad_norm=0, remove_unused_columns=False, lr_scheduler_type="constant", dataloader_pin_memory=False,
+    )  # fmt: skip
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.01), None)
+    Theirs(model, args, collate, data.dataset, callbacks=[Timer()], optimizers=optimizers).train()
+
+
 def module_of(base: type, logs: bool) -> nn.Module:
     """The same module for every trainer of this style."""
 
@@ -174,6 +205,7 @@ CONTESTANTS: dict[str, Callable[..., None]] = {
     "pytorch-lightning, logging": lambda *args: lightning(*args, logs=True),
     "accelerate": accelerate,
     "ignite": ignite,
+    "transformers": transformers,
 }
 
 
