@@ -9,6 +9,7 @@ BIN := $(VENV)/bin/python
 HAS = $(wildcard $(VENV)/ready-*)
 export PYTHONPATH := $(CURDIR)
 export PYTHONUNBUFFERED := 1
+unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile the packages anew
 
 .PHONY: help demo test test-gpu docs bench clean
 .DELETE_ON_ERROR:

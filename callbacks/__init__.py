@@ -30,6 +30,7 @@ _HOME = {
     "NaNGuard": "nan_guard",
     "NonFiniteError": "nan_guard",
     "OnExceptionCheckpoint": "on_exception",
+    "PlanReport": "plan_report",
     "ProgressBar": "progress",
     "RichModelSummary": "rich_summary",
     "RichProgressBar": "rich_progress",

@@ -1,7 +1,7 @@
 """The base class of callbacks: every place in a run where one may act.
 
 The page docs/loop.md shows the order of the hooks as pseudocode of the loop; a test compares it with a recorded run.
-Hooks only ask (`trainer.should_stop = True`, `trainer.request_save(fn)`); the loop acts at the boundary between two steps.
+Hooks only ask (`trainer.should_stop = True`, `trainer.at_boundary(fn)`); the loop acts at the boundary between two steps.
 """
 
 from __future__ import annotations

@@ -184,6 +184,8 @@ class ModelCheckpoint(Ranking):
             path = self._free_path(trainer, self._candidates(trainer), own=set())
             trainer.write_checkpoint([path], weights_only=self.save_weights_only, ended=lambda done: release(path))
             self._last_global_step_saved = step
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)
         except Exception as error:  # the exception that ended the run must stay the one that is seen
             warnings.warn(f"ModelCheckpoint(save_on_exception=True): not saved: {error}", stacklevel=2)
 

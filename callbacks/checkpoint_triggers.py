@@ -125,7 +125,7 @@ class SaveTriggers(Callback):
         if not self._skip(trainer):
             self._due = True
             self._asked_epoch = trainer.current_epoch  # the boundary may lie behind the epoch's end
-            trainer.request_save(self._save)
+            trainer.at_boundary(self._save)
 
 
 class IntervalTimer:

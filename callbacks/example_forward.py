@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["Seen", "obstacle", "run_example"]
+__all__ = ["Seen", "obstacle", "on_device_of", "run_example", "unchanged"]
 
 
 class Seen(NamedTuple):
@@ -34,6 +34,12 @@ def obstacle(module: torch.nn.Module) -> str | None:
     return None
 
 
+def on_device_of(module: torch.nn.Module, example: Any) -> Any:
+    """Return the example with its tensors where the module's are."""
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    return tree_map_only(torch.Tensor, lambda t: t.to(device), example)
+
+
 def run_example(module: torch.nn.Module, example: Any, context: AbstractContextManager[Any] = nullcontext()) -> dict[str, Seen]:  # noqa: B008
     """Return, by name ("" for the module itself), what every layer that was called has seen.
 
@@ -46,12 +52,11 @@ def run_example(module: torch.nn.Module, example: Any, context: AbstractContextM
     """
     from torch.utils.flop_counter import FlopCounterMode  # slow to load where there is triton
 
-    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-    example = tree_map_only(torch.Tensor, lambda t: t.to(device), example)
+    example = on_device_of(module, example)
     counter = FlopCounterMode(display=False)
     seen: dict[str, tuple[Any, Any, int]] = {}
     with ExitStack() as stack:
-        stack.enter_context(_unchanged(module))
+        stack.enter_context(unchanged(module))
         for name, layer in module.named_modules():
             stack.callback(layer.register_forward_hook(_Hook(seen, name), with_kwargs=True).remove)
         for manager in (torch.compiler.set_stance("force_eager"), _in_steps(), torch.no_grad(), context, counter):
@@ -83,7 +88,7 @@ def _size(value: Any) -> Any:
 
 
 @contextmanager
-def _unchanged(module: torch.nn.Module) -> Iterator[None]:
+def unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Put the module in eval mode for a while; modes, buffers and the random streams are as before afterwards."""
     modes = [(m, m.training) for m in module.modules()]
     buffers = [(m, name, b, None if b is None else b.clone()) for m in module.modules() for name, b in m._buffers.items()]

@@ -186,7 +186,7 @@ class ModelPruning(Callback):
 
     def _ask(self, trainer: Any) -> None:
         self._due = trainer.current_epoch
-        trainer.request_save(self._prune)
+        trainer.at_boundary(self._prune)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         if self._make_pruning_permanent:

@@ -57,6 +57,18 @@ class PassesBar(ProgressBar):
             shown.close()
         self._train = self._evaluation = self._drain = _HIDDEN
 
+    @property
+    def train_progress_bar(self) -> Any:
+        """What is drawn for training (tqdm's bar, rich's `Task`), or None where nothing is."""
+        return self._train.bar
+
+    @property
+    def val_progress_bar(self) -> Any:
+        """The same for the validation, test or prediction that is running."""
+        return self._evaluation.bar
+
+    test_progress_bar = predict_progress_bar = val_progress_bar
+
     # -- what subclasses say ---------------------------------------------------------------------------------------------
 
     def _can_draw(self, alone: bool) -> bool:

@@ -76,17 +76,7 @@ class RichProgressBar(PassesBar):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_screen": None}
 
-    @property
-    def train_progress_bar(self) -> Any:
-        """The rich `Task` of training, or None where there is none."""
-        return self._train.bar
-
-    @property
-    def val_progress_bar(self) -> Any:
-        """The rich `Task` of the running validation, or None."""
-        return self._evaluation.bar
-
-    test_progress_bar = val_sanity_check_bar = val_progress_bar
+    val_sanity_check_bar = PassesBar.val_progress_bar
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print above the bars."""

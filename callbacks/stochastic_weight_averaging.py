@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any
@@ -121,7 +120,7 @@ class StochasticWeightAveraging(WeightAveraging):
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if self._scheduler is None and trainer.current_epoch >= self.swa_start:
             for config in trainer.lr_scheduler_configs:
-                config.frequency = sys.maxsize  # it rests, and stays in checkpoints as it is
+                config.resting = True  # and stays in checkpoints as it is
             self._scheduler = self._make_scheduler(trainer.optimizers[0])
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> SWALR:

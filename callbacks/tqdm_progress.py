@@ -103,18 +103,6 @@ class TQDMProgressBar(PassesBar):
         """Lines left free above the bar."""
         return self._process_position
 
-    @property
-    def train_progress_bar(self) -> Any:
-        """The tqdm bar of training, or None where there is none."""
-        return self._train.bar
-
-    @property
-    def val_progress_bar(self) -> Any:
-        """The tqdm bar of the running validation, or None."""
-        return self._evaluation.bar
-
-    test_progress_bar = predict_progress_bar = val_progress_bar
-
     def print(self, *args: Any, sep: str = " ", end: str = "\n", file: Any = None) -> None:
         """Print above the bar."""
         bars = (self._train.bar, self._evaluation.bar, self._drain.bar)

@@ -89,6 +89,9 @@ class Calls(Face):
             weights_only: leave out all but weights, counters and hyper-parameters.
             background: take a copy and return; the next save, or the end of the run, waits for it and raises its error.
             ended: called with the number of steps that were done, on every rank, before an error is raised.
+
+        Raises:
+            MisconfigurationException: outside of a run.
         """
         self._live("write_checkpoint").write_checkpoint(steps, weights_only, background, ended)
 
@@ -101,9 +104,13 @@ class Calls(Face):
         if self._run is not None:
             self._run.finish_saves()
 
-    def request_save(self, fulfil: Any) -> None:
-        """Ask that `fulfil(trainer)` be called at the coming boundary, after the step's numbers were published. Ask on all ranks."""
-        self._live("request_save").requests.append(fulfil)
+    def at_boundary(self, fulfil: Any) -> None:
+        """Ask that `fulfil(trainer)` be called at the coming boundary, after the step's numbers were published. Ask on all ranks.
+
+        Raises:
+            MisconfigurationException: outside of a run.
+        """
+        self._live("at_boundary").requests.append(fulfil)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank. Collective."""
@@ -123,13 +130,20 @@ class Calls(Face):
         return [obj] if self._run is None else self._run.dist.gather(obj)
 
     def rewrap(self) -> None:
-        """Say, in `on_train_epoch_start` and on all ranks, that other parameters are trained from here on (requires_grad has changed)."""
+        """Say, in `on_train_epoch_start` and on all ranks, that other parameters are trained from here on (requires_grad has changed).
+
+        Raises:
+            MisconfigurationException: outside of a run.
+        """
         self._live("rewrap").rewrap = True
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None, loggers_only: bool = False) -> None:
         """Publish a callback's numbers: to the loggers on rank 0, and into `callback_metrics` and `logged_metrics`.
 
         Numbers that differ from rank to rank are for `loggers_only`: what `callback_metrics` holds is the same on all.
+
+        Raises:
+            MisconfigurationException: outside of a run.
         """
         run = self._live("log_metrics")
         if loggers_only:
@@ -142,7 +156,11 @@ class Calls(Face):
         run.to_loggers(dict(metrics), "train", step)
 
     def seed_everything(self, seed: int) -> None:
-        """Make `seed` the one seed of the run: model streams a rank, data order, augmentation. Before loaders are made."""
+        """Make `seed` the one seed of the run: model streams a rank, data order, augmentation. Before loaders are made.
+
+        Raises:
+            MisconfigurationException: outside of a run.
+        """
         self._live("seed_everything").reseed(seed)
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer.checkpoint import files, state
-from trainer.hparams import HyperparametersMixin, accepted_arguments, class_only, read_hparams
-from trainer.module_hooks import move_to
+from trainer.checkpoint.remade import DataFromCheckpoint
+from trainer.hparams import HyperparametersMixin, accepted_arguments
+from trainer.module_hooks import LoaderMethods, move_to
 
 __all__ = ["DataModule"]
 
 
-class DataModule(HyperparametersMixin):
+class DataModule(LoaderMethods, HyperparametersMixin, DataFromCheckpoint):
     """Gives the loaders of a run. `prepare_data` runs once a node, everything else on every rank."""
 
     trainer: Any = None
@@ -35,22 +34,6 @@ class DataModule(HyperparametersMixin):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch; override for batches that are not made of tensors and containers."""
         return move_to(batch, device)
-
-    def train_dataloader(self) -> Any:
-        """Return the training loader (or a list or dict of them)."""
-        raise NotImplementedError
-
-    def val_dataloader(self) -> Any:
-        """Return the validation loader, or a list of them."""
-        raise NotImplementedError
-
-    def test_dataloader(self) -> Any:
-        """Return the test loader, or a list of them."""
-        raise NotImplementedError
-
-    def predict_dataloader(self) -> Any:
-        """Return the loader of prediction inputs, or a list of them."""
-        raise NotImplementedError
 
     @classmethod
     def from_datasets(
@@ -81,34 +64,6 @@ class DataModule(HyperparametersMixin):
         for name, data in (("train", train_dataset), ("val", val_dataset), ("test", test_dataset), ("predict", predict_dataset)):
             if data is not None:
                 setattr(module, f"{name}_dataloader", lambda d=data, s=name == "train": loaders(d, s))
-        return module
-
-    @class_only
-    def load_from_checkpoint(
-        cls,
-        checkpoint_path: str | Path,
-        map_location: Any = "cpu",
-        hparams_file: str | Path | None = None,
-        weights_only: bool | None = True,
-        **overrides: Any,
-    ) -> DataModule:
-        """Return a data module constructed with the hyper-parameters, and given the state, that a checkpoint holds for it.
-
-        Args:
-            hparams_file: a YAML file of hyper-parameters that replaces those in the checkpoint.
-            overrides: arguments of `__init__` that replace the saved ones.
-
-        Raises:
-            CheckpointError: when the file is missing, damaged or unsafe.
-            TypeError: called on an object.
-        """
-        table = files.load(checkpoint_path, map_location=map_location, weights_only=weights_only is not False)
-        saved = read_hparams(hparams_file) if hparams_file is not None else table.get(state.DATA_HPARAMS, {})
-        saved = {name: value for name, value in saved.items() if name not in overrides}
-        module = cls(**{**accepted_arguments(cls, saved), **overrides})
-        module._keep_configuration(saved)
-        if table.get(cls.__qualname__):
-            module.load_state_dict(table[cls.__qualname__])
         return module
 
     def __str__(self) -> str:

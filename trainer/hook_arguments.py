@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from trainer.errors import MisconfigurationException
@@ -38,8 +38,17 @@ def fitting(owner: Any, base: type, name: str) -> Callable[..., Any]:
     if signature is None or _takes(signature, names):
         return method
     if name in _PER_LOADER and _takes(signature, names[:-1]):
-        return lambda *args: method(*args[: len(names) - 1])
+        return _without_last(owner, method)
     raise _misfit(owner, name, signature, names)
+
+
+def _without_last(owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any) -> Any:
+        return method(*args[:-1])
+
+    call.__self__ = owner  # as the method has it: whose hook it is decides what it may do, and is shown
+    return call
 
 
 def check_step(owner: Any, base: type, name: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from trainer.errors import MisconfigurationException
 
-__all__ = ["CLASS_PATH", "AttributeDict", "HyperparametersMixin", "accepted_arguments", "class_only", "read_hparams"]
+__all__ = ["CLASS_PATH", "AttributeDict", "HyperparametersMixin", "accepted_arguments", "add_hparams", "class_only", "made_again", "read_hparams"]
 
 CLASS_PATH = "_class_path"
 """Among hyper-parameters, the class that a command line made of them; some may then be configurations of objects (see trainer.cli)."""
@@ -67,9 +67,7 @@ class HyperparametersMixin:
     def _keep_configuration(self, saved: Mapping[str, Any]) -> None:
         """After `accepted_arguments` made objects of `saved`, the hyper-parameters are what they were made of: a file can hold that again."""
         if not _COMMAND_LINE.isdisjoint(saved):
-            kept = {name: value for name, value in saved.items() if name in self.hparams or name == CLASS_PATH}
-            self.hparams.update(kept)
-            self.__dict__["_hparams_initial"] = AttributeDict({**self.hparams_initial, **copy.deepcopy(kept)})
+            add_hparams(self, {name: value for name, value in saved.items() if name in self.hparams or name == CLASS_PATH})
 
     @property
     def hparams_initial(self) -> AttributeDict:
@@ -120,6 +118,12 @@ class HyperparametersMixin:
         self.__dict__["_hparams_initial"] = AttributeDict(copy.deepcopy(_copyable(self.hparams)))
 
 
+def add_hparams(owner: HyperparametersMixin, values: Mapping[str, Any]) -> None:
+    """Add to the hyper-parameters of an owner, as if they had been saved with the others."""
+    owner.hparams.update(values)
+    owner.__dict__["_hparams_initial"] = AttributeDict({**owner.hparams_initial, **copy.deepcopy(dict(values))})
+
+
 def _no_names(value: Any) -> MisconfigurationException:
     return MisconfigurationException(
         f"save_hyperparameters takes names of arguments, or one dict or namespace; got {type(value).__name__}."
@@ -162,6 +166,14 @@ def accepted_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(values)
     return {name: value for name, value in values.items() if name in parameters}
+
+
+def made_again(cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """Return an object of `cls` with the saved hyper-parameters as arguments, but for `overrides`."""
+    saved = {name: value for name, value in saved.items() if name not in overrides}
+    made = cls(**{**accepted_arguments(cls, saved), **overrides})
+    made._keep_configuration(saved)
+    return made
 
 
 def _made(cls: type, values: dict[str, Any]) -> dict[str, Any]:

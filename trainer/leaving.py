@@ -32,6 +32,8 @@ class Leaving:
             path = os.path.join(folder, PREEMPTED)
             self.save_checkpoint(path)
             self.finish_saves()
+            for logger in self.trainer.loggers if self.world.is_global_zero else ():
+                logger.after_save_checkpoint(next(c for c in self.callbacks if hasattr(c, "best_model_path")))
             story = f"Saved {path}; fit(..., ckpt_path='auto') goes on from there."
         self.trainer.print(f"{self.notice.name} ends the fit after step {step}. {story}")
         if not self.done:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from trainer.checkpoint import files, foreign, state
-from trainer.checkpoint.keys import strip_prefixes
+from trainer.checkpoint.remade import ModuleFromCheckpoint
 from trainer.errors import MisconfigurationException
-from trainer.hparams import HyperparametersMixin, accepted_arguments, class_only, read_hparams
-from trainer.module_hooks import ModuleHooks
+from trainer.hparams import HyperparametersMixin
+from trainer.manual import ManualOptimization
+from trainer.module_hooks import LoaderMethods, ModuleHooks
 from trainer.removed import Gone
 
 __all__ = ["TrainModule"]
 
 
-class TrainModule(ModuleHooks, HyperparametersMixin, Gone, torch.nn.Module):
+class TrainModule(ModuleHooks, LoaderMethods, ManualOptimization, HyperparametersMixin, ModuleFromCheckpoint, Gone, torch.nn.Module):
     """A torch module that says how it is trained.
 
     Define `training_step` and `configure_optimizers`; the rest is optional. The loss is what `training_step` returns, as
@@ -74,22 +71,6 @@ class TrainModule(ModuleHooks, HyperparametersMixin, Gone, torch.nn.Module):
 
     def configure_model(self) -> None:
         """Create large layers here, on every rank, just before they are placed. It may be called more than once."""
-
-    def train_dataloader(self) -> Any:
-        """Return the training loader (or a list or dict of them)."""
-        raise NotImplementedError
-
-    def val_dataloader(self) -> Any:
-        """Return the validation loader, or a list of them."""
-        raise NotImplementedError
-
-    def test_dataloader(self) -> Any:
-        """Return the test loader, or a list of them."""
-        raise NotImplementedError
-
-    def predict_dataloader(self) -> Any:
-        """Return the loader of prediction inputs, or a list of them."""
-        raise NotImplementedError
 
     # -- steps that may be taken over ------------------------------------------------------------------------------------
 
@@ -223,61 +204,6 @@ class TrainModule(ModuleHooks, HyperparametersMixin, Gone, torch.nn.Module):
                 add_dataloader_idx, batch_size, None, rank_zero_only,
             )  # fmt: skip
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list when there are several. Their `step` handles precision and hooks."""
-        found = self.trainer._step_optimizers if use_pl_optimizer else self.trainer.optimizers
-        return found[0] if len(found) == 1 else list(found)
-
-    def lr_schedulers(self) -> Any:
-        """Return the scheduler, the list when there are several, or None."""
-        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return None if not found else found[0] if len(found) == 1 else found
-
-    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward in manual optimization: scales the loss as the precision asks and averages gradients over ranks.
-
-        Where ranks hold different numbers of samples (a short last batch), each weighs as many as it has. Collective.
-
-        Raises:
-            MisconfigurationException: in automatic optimization.
-        """
-        self.trainer._manual_backward(loss, *args, **kwargs)
-
-    def clip_gradients(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip the gradients of `optimizer` in place by "norm" (default) or "value"; without a value nothing happens."""
-        self.trainer._clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let only the parameters of `optimizer` require gradients, until `untoggle_optimizer`."""
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        saved = self.__dict__.setdefault("_toggled", {})
-        for other in self.trainer.optimizers:
-            for group in other.param_groups:
-                for p in group["params"]:
-                    saved.setdefault(id(p), (p, p.requires_grad))
-                    p.requires_grad = saved[id(p)][1] if id(p) in mine else False
-
-    def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Put back the `requires_grad` of every parameter that `toggle_optimizer` changed."""
-        for p, flag in self.__dict__.pop("_toggled", {}).values():
-            p.requires_grad = flag
-
-    @contextmanager
-    def toggled_optimizer(self, optimizer: Any, toggle_model: bool = True) -> Iterator[None]:
-        """Run a block with `toggle_optimizer` in force."""
-        if toggle_model:
-            self.toggle_optimizer(optimizer)
-        try:
-            yield
-        finally:
-            if toggle_model:
-                self.untoggle_optimizer(optimizer)
-
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack the tensors and numbers in `data` over the ranks: each gets a first dimension of world size. Collective.
 
@@ -334,48 +260,6 @@ class TrainModule(ModuleHooks, HyperparametersMixin, Gone, torch.nn.Module):
     local_rank = property(lambda self: self._trainer.local_rank if self._trainer is not None else 0)
     logger = property(lambda self: self._trainer.logger if self._trainer is not None else None)
     loggers = property(lambda self: self._trainer.loggers if self._trainer is not None else [])
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
-
-    @class_only
-    def load_from_checkpoint(
-        cls,
-        checkpoint_path: str | Path,
-        map_location: Any = "cpu",
-        hparams_file: str | Path | None = None,
-        strict: bool | None = None,
-        weights_only: bool | None = True,
-        **overrides: Any,
-    ) -> Any:
-        """Return a new module with the weights, and constructed with the hyper-parameters, of a checkpoint file.
-
-        Args:
-            checkpoint_path: the file.
-            map_location: where tensors go, as in `torch.load`, and the module with them; None for where they were.
-            hparams_file: a YAML or JSON-like file of hyper-parameters that replaces those in the checkpoint.
-            strict: refuse missing and unexpected keys; default the module's `strict_loading`.
-            weights_only: load only tensors and plain values (safe for files of strangers).
-            overrides: arguments of `__init__` that replace the saved ones. Saved ones that it does not take are left out.
-
-        Raises:
-            CheckpointError: when the file is missing, damaged or unsafe.
-            RuntimeError: when keys do not match and `strict` holds.
-            TypeError: called on an object.
-        """
-        table = foreign.adopt(files.load(checkpoint_path, map_location=map_location, weights_only=weights_only is not False))
-        state.check_format(table, checkpoint_path)
-        saved = read_hparams(hparams_file) if hparams_file is not None else table.get(state.HPARAMS, {})
-        saved = foreign.named_hparams(table, saved, inspect.signature(cls.__init__).parameters)
-        saved = {name: value for name, value in saved.items() if name not in overrides}
-        module = cls(**{**accepted_arguments(cls, saved), **overrides})
-        module._keep_configuration(saved)
-        module.on_load_checkpoint(table)
-        module.configure_model()
-        strict = module.strict_loading if strict is None else strict
-        weights = strip_prefixes(table["state_dict"], module.state_dict())
-        module.load_state_dict(weights, strict=strict)
-        place = next((t.device for t in weights.values() if isinstance(t, torch.Tensor)), None)
-        return module if place is None or place.type == "cpu" else module.to(place)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles never carry the trainer."""

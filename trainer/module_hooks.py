@@ -1,4 +1,4 @@
-"""The hooks of a module, and what they do where nobody overrides them."""
+"""The hooks of a module, and the methods that give loaders: what they do where nobody overrides them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["MODULE_HOOKS", "ModuleHooks", "move_to"]
+__all__ = ["MODULE_HOOKS", "LoaderMethods", "ModuleHooks", "move_to"]
 
 
 class ModuleHooks:
@@ -64,6 +64,26 @@ class ModuleHooks:
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch; override for batches that are not made of tensors and containers."""
         return move_to(batch, device)
+
+
+class LoaderMethods:
+    """Where the loaders of a run come from, unless they are passed: the same names in modules and data modules."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader (or a list or dict of them)."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """Return the validation loader, or a list of them."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """Return the test loader, or a list of them."""
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader of prediction inputs, or a list of them."""
+        raise NotImplementedError
 
 
 MODULE_HOOKS = frozenset(n for n in vars(ModuleHooks) if not n.startswith("_"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ __all__ = ["LRSchedulerConfig", "StepOptimizer", "parse_optimizers"]
 class LRSchedulerConfig:
     """When and how a learning-rate scheduler moves.
 
-    It moves after every `frequency`-th optimizer step (interval "step") or epoch (interval "epoch").
+    It moves after every `frequency`-th optimizer step (interval "step") or epoch (interval "epoch"), unless it is `resting`: a callback
+    has taken the learning rate over.
     """
 
     scheduler: Any
@@ -29,9 +30,10 @@ class LRSchedulerConfig:
     reduce_on_plateau: bool = False
     monitor: str | None = None
     strict: bool = True
+    resting: bool = field(default=False, init=False)
 
 
-_KEYS = [f.name for f in fields(LRSchedulerConfig)]
+_KEYS = [f.name for f in fields(LRSchedulerConfig) if f.init]
 _FORMS = (
     "configure_optimizers must return an optimizer, a list of optimizers, two lists (optimizers, schedulers), a dict with "
     "'optimizer' and maybe 'lr_scheduler', a tuple or list of such dicts, or None"

@@ -12,7 +12,10 @@ from trainer.datamodule import DataModule
 from trainer.module import TrainModule
 from trainer.profilers import PassThroughProfiler, Profiler
 
-__all__ = ["Profiling"]
+__all__ = ["MEASURED", "Profiling"]
+
+MEASURED = {"publish_step": "publish", "boundary": "boundary", "make_optimizers": "configure_optimizers"}
+"""Methods that a profiler replaces on the run itself -> the action as which they are measured."""
 
 
 class Profiling:
@@ -36,8 +39,8 @@ class Profiling:
         if self.transfers is not None:
             self.transfers = [_Hook(self.profiler, f.__name__, f) for f in self.transfers]
         hooks.within = partial(_within, self.profiler, hooks.within)
-        for name in ("publish_step", "boundary", "make_optimizers"):
-            setattr(self, name, self.profiled(_SHOWN.get(name, name), getattr(self, name)))
+        for name, action in MEASURED.items():
+            setattr(self, name, self.profiled(action, getattr(self, name)))
 
     def profile_steps(self) -> None:
         """Let it see the parts of a training step, which go through methods of the module then, as if those were overridden."""
@@ -134,7 +137,3 @@ class _Hook:
 def _within(profiler: Profiler, within: Callable[..., Any], name: str, function: Callable[..., Any], *args: Any) -> Any:
     with profiler.profile(name):
         return within(name, function, *args)
-
-
-_SHOWN = {"publish_step": "publish", "make_optimizers": "configure_optimizers"}
-"""Actions that are not called as the method is."""

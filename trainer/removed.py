@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["REMOVED", "REMOVED_ARGUMENTS", "REMOVED_ATTRIBUTES", "REMOVED_HOOKS", "REMOVED_STRATEGIES", "Gone"]
+__all__ = ["REMOVED", "REMOVED_ARGUMENTS", "REMOVED_ATTRIBUTES", "REMOVED_EXPORTS", "REMOVED_HOOKS", "REMOVED_STRATEGIES", "REMOVED_STRATEGY_ARGUMENTS", "Gone"]
 
 _CALLBACK = "the callback"
 
@@ -71,6 +71,28 @@ REMOVED_STRATEGIES: dict[str, str] = {
     "deepspeed_stage_3": "strategy='fsdp'",
 }
 """Names of strategies."""
+
+REMOVED_STRATEGY_ARGUMENTS: dict[str, str] = {
+    "accelerator": "Trainer(accelerator=...)",
+    "device": "Trainer(accelerator=..., devices=...)",
+    "parallel_devices": "Trainer(devices=...)",
+    "cluster_environment": "nothing, or Trainer(launcher=...): who started the processes is found out by itself",
+    "checkpoint_io": "Trainer(plugins=...)",
+    "precision_plugin": "Trainer(precision=...), or Trainer(plugins=...)",
+    "process_group_backend": "nothing: it follows from the device",
+    "timeout": "Trainer(timeout=...), in seconds",
+    "start_method": "strategy='ddp', or 'ddp_fork'",
+    "ddp_comm_hook": "comm_hook=...",
+    "ddp_comm_state": "comm_state=...",
+    "ddp_comm_wrapper": "comm_hook=wrapper(hook)",
+    "model_averaging_period": "the callback GradientSync(average_every=...)",
+    "auto_wrap_policy": "wrap=...",
+    "activation_checkpointing": "Trainer(activation_checkpointing=...)",
+    "activation_checkpointing_policy": "Trainer(activation_checkpointing=...)",
+    "sharding_strategy": "reshard_after_forward=..., shard_size=...",
+    "device_mesh": "shard_size=...",
+}
+"""Arguments of strategies."""
 
 _LIMITS = "trainer.max_epochs, trainer.max_steps (both may be set), trainer.current_epoch, trainer.global_step and trainer.is_last_batch"
 _PASS = "what the call returns, and trainer.callback_metrics"
@@ -162,17 +184,29 @@ REMOVED_ARGUMENTS: dict[str, str] = {
 """Arguments of hooks and steps."""
 
 
+REMOVED_EXPORTS: dict[str, str] = {
+    "to_torchscript": "torch.export.export(module, (example,)), or torch.jit.trace(module, example)",
+    "to_onnx": "torch.onnx.export(module, (example,), path)",
+    "to_tensorrt": "torch.export.export(module, (example,)) and TensorRT's own compiler",
+}
+"""Methods of modules that turn them into something else."""
+
+
 class Gone:
-    """Methods of Lightning's module that are not here: calling one says what to use. (Properties could not: torch's modules swallow their errors.)"""
+    """Those methods: calling one says what to use. (Properties could not: torch's modules swallow their errors.)"""
 
     def to_torchscript(self, *args: Any, **kwargs: Any) -> Any:
         """Not here; see the error."""
-        raise AttributeError("TrainModule has no to_torchscript: use torch.jit.trace(module, example) or torch.export.export(module, (example,)).")
+        raise _gone("to_torchscript")
 
     def to_onnx(self, *args: Any, **kwargs: Any) -> Any:
         """Not here; see the error."""
-        raise AttributeError("TrainModule has no to_onnx: use torch.onnx.export(module, example, path).")
+        raise _gone("to_onnx")
 
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> Any:
         """Not here; see the error."""
-        raise AttributeError("TrainModule has no to_tensorrt: use torch.export.export(module, (example,)) and TensorRT's own compiler.")
+        raise _gone("to_tensorrt")
+
+
+def _gone(name: str) -> AttributeError:
+    return AttributeError(f"TrainModule has no {name}: use {REMOVED_EXPORTS[name]}.")

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from trainer.checkpoint import find
+from trainer.earlier import checkpoint_folders, checkpoint_for
 from trainer.errors import RestartError
 from trainer.launchers import restarted
 
@@ -45,7 +46,7 @@ class Restarts:
     def _record(self, number: int, count: int) -> tuple[dict[str, Any], str | None, str]:
         """Read or begin the record of fit `number`. Return it, the file to go on from, and what to say. On rank 0."""
         store, key = self.dist.job_store(), f"fit/{number}"
-        folders = self.trainer._checkpoint_folders()
+        folders = checkpoint_folders(self.trainer)
         files = {file: os.stat(file).st_mtime_ns for file in find.files(folders)}
         if not store.check([key]):
             record = {"key": key, "folders": folders, "files": files, "shares": self.place[1], "steps": {}, "count": count}
@@ -61,7 +62,7 @@ class Restarts:
 
     def _without_record(self) -> tuple[None, str | None, str]:
         """What is left to do where the agents keep no store for the ranks: the newest file is taken for this fit's. On rank 0."""
-        path = self.trainer._find_checkpoint("auto")
+        path = checkpoint_for(self.trainer, "auto")
         return None, path, _story(path)
 
     def _keep_global_batch(self, before: int) -> None:

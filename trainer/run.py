@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 from trainer.activation import checkpointed
+from trainer.boundary import Boundary
 from trainer.compiling import compiled
 from trainer.datamodule import DataModule
 from trainer.dist import Dist
@@ -33,17 +33,16 @@ from trainer.restarts import Restarts
 from trainer.saving import Saving
 from trainer.seed import derive, rng_state, seed_everything, seed_rngs, set_rng_state
 from trainer.settings import Settings, apply_global_switches
-from trainer.signals import SIGNALS, STOP, Notice
+from trainer.signals import Notice
 from trainer.stall import Watch
 from trainer.stepping import Stepping
 from trainer.strategies.batchnorm import synced_batchnorm
 from trainer.world import World
-from trainer.writing import LOST
 
 __all__ = ["Run"]
 
 
-class Run(Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
+class Run(Boundary, Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
     """The live state of one run. `open` makes it ready, `close` gives everything back."""
 
     def __init__(self, trainer: Any, world: World, job: Any) -> None:
@@ -64,6 +63,18 @@ class Run(Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
         self.step_optimizers: list[StepOptimizer] = []
         self.schedulers: list[LRSchedulerConfig] = []
         self.accumulate = self.settings.accumulate_grad_batches
+        self.split = 1  # into how many parts a batch is cut, since memory ran out
+        self.recorder: Recorder | None = None
+        self.watch: Watch | None = None
+        self.notice = Notice(SIGTERMException)
+        self.whole_validation = self.place[1] < world.world_size  # ranks need each other in it, so it is not cut short
+        self._told: set[str] = set()
+        self._begin()
+        if job.fn == "fit":
+            self.position = trainer.results.position
+
+    def _begin(self) -> None:
+        """Set what belongs to the course of this run alone: a probe inside it has that anew, and all else in common with it."""
         self.should_stop = False
         self.requests: list[Callable[[Any], None]] = []
         self.asked: Callable[[], int] | None = None  # what comes of the wishes that the ranks told each other ahead of the boundary
@@ -72,7 +83,7 @@ class Run(Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
         self.whole = True  # weights, counters, data position, sums and RNG agree, and no hook of the step is still to come
         self.failing = False
         self.epoch_pass: Any = None
-        self.position: Any = trainer.results.position if job.fn == "fit" else None
+        self.position: Any = None
         self.saved_rng: dict[str, Any] | None = None
         self.saved_sums: dict[str, Any] | None = None
         self.step_id = 0  # the step that is being taken, counted from 1
@@ -84,15 +95,9 @@ class Run(Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
         self.rewrap = False  # a hook has changed which parameters are trained
         self.evaluated: Any = None  # the pass over the data of the last validation, test or prediction
         self.guard: Any = None  # judges each step, where `bad_loss` or `recover_oom` ask for it
-        self.split = 1  # into how many parts a batch is cut, since memory ran out
         self.sanity_checked = False
         self.known_names: set[str] = set()
         self.started = time.monotonic()
-        self.recorder: Recorder | None = None
-        self.watch: Watch | None = None
-        self.notice = Notice(SIGTERMException)
-        self.whole_validation = self.place[1] < world.world_size  # ranks need each other in it, so it is not cut short
-        self._told: set[str] = set()
         self._undo: list[Callable[[], None]] = []
         self._finished = False
 
@@ -118,12 +123,7 @@ class Run(Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
         self.look_back()
         self._undo.append(partial(self._tell_status, None))
         if self._prepares():
-            self._tell_status("Preparing data" + ("" if self.dist.alone else " (once a node; the other processes wait)"))
-        with self.dist.first_on_node() if self._prepares() else nullcontext(False) as first:
-            if first:
-                for owner in (self.datamodule, self.module):
-                    if owner is not None:
-                        owner.prepare_data()
+            self._prepare()
         self._tell_status("Setting up")
         for logger in self.trainer.loggers:
             logger.resolve(self.trainer)
@@ -188,10 +188,7 @@ class Run(Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
         self.hooks = HookTable(self.trainer, self.callbacks, module, self.datamodule)
         self.collector = self.new_collector()
         self.recorder = Silent(self) if self.settings.barebones else Recorder(self)
-        self.loaders = Loaders(
-            module, self.datamodule, self.job.loaders, self.settings.limits, self.dist, self.place, self.seed,
-            self.settings.use_distributed_sampler, bool(self.settings.overfit_batches), self.settings.uneven == "join",
-        )  # fmt: skip
+        self.loaders = self.new_loaders()
         self.bar = next((c for c in self.callbacks if hasattr(c, "show_status")), None) if self.world.is_global_zero else None
         if self.world.is_global_zero:
             self.loaders.draining = self._tell_draining if self.bar is None else self.bar.show_draining
@@ -201,6 +198,14 @@ class Run(Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
     def new_collector(self) -> Collector:
         """Return an empty collector for one stage."""
         return Collector(self.dist, self.module.get_submodule, self.records)
+
+    def new_loaders(self) -> Loaders:
+        """Return what makes the loaders, as this run's settings say."""
+        s = self.settings
+        return Loaders(
+            self.module, self.datamodule, self.job.loaders, s.limits, self.dist, self.place, self.seed,
+            s.use_distributed_sampler, bool(s.overfit_batches), s.uneven == "join",
+        )  # fmt: skip
 
     def tell_once(self, message: str) -> None:
         """Warn on rank 0, once a run."""
@@ -230,6 +235,14 @@ class Run(Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
         if self.datamodule is not None:
             owners.append((self.datamodule, DataModule))
         return any(overrides(owner, base, "prepare_data") for owner, base in owners)
+
+    def _prepare(self) -> None:
+        self._tell_status("Preparing data" + ("" if self.dist.alone else " (once a node; the other processes wait)"))
+        with self.dist.first_on_node() as first:
+            if first:
+                for owner in (self.datamodule, self.module):
+                    if owner is not None:
+                        owner.prepare_data()
 
     def close(self, status: str) -> None:
         """Run the teardown hooks and undo what `open` did, in reverse order, whatever happened in between."""
@@ -272,54 +285,6 @@ class Run(Leaving, Profiling, Publishing, Restarts, Saving, Stepping):
                 self.dist.farewell()
         finally:
             self.dist.close()
-
-    # -- the boundary between two steps --------------------------------------------------------------------------------
-
-    def boundary(self) -> None:
-        """Fulfil the wishes that hooks left, and agree with the other ranks on whether to stop. Collective."""
-        asked, self.asked = self.asked, None
-        wishes = 0 if asked is None else asked()
-        if asked is None or self.wished_late:
-            wishes |= self.dist.union(self.wishes())
-        self.wished_late, self.whole = False, True
-        if wishes & LOST:
-            self.finish_saves()  # it raises what the writing ended with
-        if self.requests:
-            self.publish_step()
-            asked, self.requests = self.requests, []
-            for fulfil in asked:
-                fulfil(self.trainer)
-        self.done = self.limit_reached() is not None or (wishes & STOP != 0 and self.may_stop())
-        if self.done and self.settings.log_every_n_steps:
-            self.publish_step()  # the last step of a fit is never lost
-        if wishes & SIGNALS:
-            self.heed(wishes & SIGNALS)
-
-    def wishes(self) -> int:
-        """Return what this rank wishes for the coming boundary, as bits."""
-        if self.settings.max_time is not None:
-            self.should_stop |= time.monotonic() - self.started >= self.settings.max_time.total_seconds()
-        lost = LOST if self.background is not None and self.background.failed else 0
-        return self.should_stop | self.notice.bits | lost
-
-    def limit_reached(self) -> str | None:
-        """Return which limit forbids another step ("max_steps" or "max_epochs"), or None."""
-        s, p = self.settings, self.progress
-        if s.max_steps != -1 and p.step >= s.max_steps:
-            return "max_steps"
-        if s.max_epochs not in (None, -1) and p.epoch + p.epoch_ended >= s.max_epochs:
-            return "max_epochs"
-        return None
-
-    def may_stop(self) -> bool:
-        """True when min_steps and min_epochs are reached."""
-        s, p = self.settings, self.progress
-        return p.step >= (s.min_steps or 0) and p.epoch + p.epoch_ended >= (s.min_epochs or 0)
-
-    def can_validate(self) -> bool:
-        """True when this fit has validation: a step, a loader, and a limit that lets batches through."""
-        has_step = overrides(self.module, TrainModule, "validation_step")
-        return has_step and self.settings.limits["validate"] != 0 and (self.loaders.has("validate") or self.loaders.overfit)
 
     def fail(self, error: BaseException) -> None:
         """Tell the hooks that the run ends with `error`; an error of a hook never hides it."""

@@ -163,7 +163,7 @@ class Stepping:
     def move_schedulers(self, configs: list[LRSchedulerConfig], count: int) -> None:
         """Advance the schedulers that are due after `count` steps or epochs."""
         for config in configs:
-            if count % config.frequency:
+            if config.resting or count % config.frequency:
                 continue
             metric = self._monitored(config) if config.reduce_on_plateau else None
             if config.reduce_on_plateau and metric is None:

@@ -1,44 +1,34 @@
-"""Trainer: settings in, results out. It chooses the process, makes a `Run` there, and hands it to a loop."""
+"""Trainer: its arguments, and the four functions that one calls."""
 
 from __future__ import annotations
 
-import glob
 import os
 from datetime import timedelta
 from typing import Any
 
-from trainer import config, launchers, outcome
+from trainer import config, launchers
 from trainer.accelerators import Accelerator
 from trainer.arguments import at_least, known_arguments
-from trainer.calls import Calls
-from trainer.checkpoint import find
 from trainer.checkpoint.plugin import CheckpointIO
 from trainer.datamodule import DataModule
 from trainer.defaults import Callback, Logger, make_callbacks, make_loggers
-from trainer.errors import MisconfigurationException, SIGTERMException
-from trainer.job import Job, Task
-from trainer.launchers import restarted
+from trainer.errors import MisconfigurationException
+from trainer.execution import Execution
 from trainer.launchers.base import Launcher
-from trainer.leaving import ask_to_requeue
-from trainer.loops import evaluate, fit, predict, statistics
-from trainer.loops.precheck import check_job
+from trainer.loops import statistics
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.profilers import Profiler
 from trainer.results import Results
 from trainer.run import Run
 from trainer.settings import make_settings
-from trainer.signals import USR1
 from trainer.strategies import Strategy
 from trainer.tuner import inside
 from trainer.world import World
 
 __all__ = ["Trainer"]
 
-_LOOPS = {"fit": fit.fit, "validate": evaluate.evaluate, "test": evaluate.evaluate, "predict": predict.predict}
-
-
-class Trainer(Calls):
+class Trainer(Execution):
     """Trains, validates, tests and predicts with a TrainModule, on the devices and with the strategy that its arguments name.
 
     All arguments are keyword-only, checked here, and mean what they mean in PyTorch Lightning 2.x unless said otherwise.
@@ -229,18 +219,8 @@ class Trainer(Calls):
             SIGTERMException: SIGTERM or SIGUSR1 came, and a checkpoint is there from which a fit goes on.
             RestartError: torchrun restarts this fit, and it gets no further.
         """
-        if isinstance(train_dataloaders, DataModule):
-            train_dataloaders, datamodule = None, train_dataloaders
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
-        ckpt_path = self._chosen_ckpt if ckpt_path is None else ckpt_path
-        ckpt_path = self.settings.resume if ckpt_path is None else ckpt_path
-        if ckpt_path is None and self.settings.auto_requeue and restarted.requeued():
-            ckpt_path = "auto"
-        job = self._job("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only is not False)
-        if self._makes_processes():
-            self._launch(job)
-        else:
-            self.execute(self._world, job)
+        self._performer()(self._job("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only is not False))
 
     def validate(
         self,
@@ -294,11 +274,11 @@ class Trainer(Calls):
         """
         job = self._job("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, weights_only=weights_only is not False)
         job.return_predictions = return_predictions is not False
-        return self._launch(job) if self._makes_processes() else self.execute(self._world, job)
+        return self._performer()(job)
 
     def _evaluate(self, fn: str, model: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any, weights_only: Any) -> Any:
         job = self._job(fn, model, datamodule, {fn: loaders}, ckpt_path, weights_only=weights_only is not False)
-        found = self._launch(job) if self._makes_processes() else self.execute(self._world, job)
+        found = self._performer()(job)
         if verbose and self.is_global_zero:
             for index, numbers in enumerate(found):
                 self.print(_table(fn, index if len(found) > 1 else None, numbers))
@@ -320,130 +300,8 @@ class Trainer(Calls):
         """
         statistics.training_pass(self._live("training_pass"))
 
-    # -- how a call becomes a run ------------------------------------------------------------------------------------------
-
-    def _job(self, fn: str, model: Any, datamodule: Any, loaders: dict[str, Any], ckpt_path: Any, **options: Any) -> Job:
-        for stage, given in loaders.items():
-            if isinstance(given, DataModule):
-                loaders[stage], datamodule = None, given
-        ckpt_path = self._chosen_ckpt if ckpt_path is None else ckpt_path
-        if model is None:
-            if fn != "fit" and ckpt_path is None and self._module is not None:
-                ckpt_path = self._best_of_last_fit(fn)
-            model = self._module
-            datamodule = datamodule or (None if any(v is not None for v in loaders.values()) else self._datamodule)
-        job = Job(fn, model, datamodule, loaders, None, **options)
-        check_job(job, saves=bool(self.checkpoint_callbacks))
-        if self._run is not None:
-            raise MisconfigurationException(f"trainer.{fn} was called inside a run of the same Trainer; make another Trainer for it.")
-        self._module, self._datamodule = model, datamodule
-        job.ckpt_path = self._find_checkpoint(ckpt_path)
-        job.continues = job.ckpt_path is not None and ckpt_path in ("last", "auto")
-        return job
-
-    def _best_of_last_fit(self, fn: str) -> str | None:
-        """Without a model and a path, the best checkpoint of the fit before is meant, where there is one: as in Lightning, said aloud."""
-        best = next((c.best_model_path for c in self.checkpoint_callbacks if c.best_model_path), None)
-        if best is not None:
-            self.warn(f"trainer.{fn}() without a model uses the best checkpoint, {best}. Pass the model to use its current weights.")
-        return best
-
-    def _find_checkpoint(self, wanted: str | os.PathLike[str] | None) -> str | None:
-        """Return the path that `ckpt_path=` stands for; see `find.resolve`."""
-        return find.resolve(wanted, self.checkpoint_callbacks, self._checkpoint_folders(), getattr(self.checkpoint_io, "damage", None))
-
-    def _checkpoint_folders(self) -> list[str]:
-        """Where earlier runs with these settings left checkpoints. With a `dirpath` for every callback these alone: others are other runs."""
-        names = [c.filename for c in self.checkpoint_callbacks if getattr(c, "filename", None)]
-        folders = [os.path.abspath(c.dirpath) for c in self.checkpoint_callbacks if c.dirpath]
-        if folders and len(folders) == len(self.checkpoint_callbacks):
-            return find.with_subfolders(folders, names)
-        folders.append(os.path.join(self.default_root_dir, "checkpoints"))
-        for logger in self.loggers:
-            root = os.path.join(logger.save_dir or self.default_root_dir, str(logger.name or ""))
-            pattern = os.path.join(glob.escape(root), "*", "checkpoints")
-            folders += glob.glob(pattern) or [pattern]
-        return find.with_subfolders(folders, names)
-
-    def _makes_processes(self) -> bool:
-        if self._launcher is not None:
-            return self._launcher.world is None
-        return self.strategy.processes(self.settings.devices.count) > 1
-
-    def _launch(self, job: Job) -> Any:
-        """Run the job in new processes of this machine, and take what comes back into the caller's objects."""
-        try:
-            launcher = self._launcher or config.make_launcher(self.strategy, self.strategy.processes(self.settings.devices.count))
-            found = launcher.launch(Task(self, job))
-        except BaseException as error:
-            self.results.fn, self.results.status = job.fn, _status_of(error)
-            if job.fn == "fit" and job.work is None and isinstance(error, KeyboardInterrupt):
-                self.warn(f"Weights and counters of the interrupted fit ended with its ranks. {self._where_to_go_on()}")
-            self.results.received_sigterm = isinstance(error, SIGTERMException)
-            raise
-        return outcome.apply(self, job, found)
-
-    def execute(self, world: World, job: Job) -> Any:
-        """Run the job in this process, as the rank that `world` says. Collective."""
-        self._world, self._module, self._datamodule = world, job.module, job.datamodule
-        self.results.fn, self.results.status, self.results.ckpt_path = job.fn, "running", job.ckpt_path
-        self.results.continues = job.continues
-        self.results.received_sigterm = False
-        self.results.clear_metrics()
-        if job.fn == "fit" or job.ckpt_path is not None:
-            self._ended = None  # its optimizers no longer belong to the weights
-        run = self._run = Run(self, world, job)
-        status = "failed"
-        try:
-            run.open()
-            value = (job.work or _LOOPS[job.fn])(run)
-            run.finish_saves()
-            status = "finished"
-        except BaseException as error:
-            status = _status_of(error)
-            stall = None if run.watch is None else run.watch.explain(error)
-            self.strategy.stuck = stall is not None
-            run.fail(error if stall is None else stall)
-            if stall is not None:
-                raise stall from error
-            raise
-        finally:
-            self.results.status = status
-            if job.fn == "fit":
-                self.results.position = run.position
-                if status != "finished":
-                    self.results.sums = []  # a step may have been half logged
-            try:
-                run.close(status)
-            finally:
-                self._run = None
-                self._heed_no_more(run)
-                if job.fn == "fit" and job.work is None and status == "interrupted" and not run.notice.bits and (run.dist.alone or self._launcher is not None):
-                    self.print(f"Interrupted after step {self.global_step}. {self._where_to_go_on()}")
-            if job.fn == "fit" and status == "finished" and run.last_ranks is not None and self.strategy.plain_afterwards:
-                self._ended = run
-        if run.notice.bits:  # too late to end the fit, which is over, but not to end the program
-            raise SIGTERMException
-        return value
-
-    def _heed_no_more(self, run: Run) -> None:
-        """Give the signals back; one that came is remembered, and the job goes back into its queue if that is wanted."""
-        run.notice.close()
-        self.results.received_sigterm = run.notice.bits != 0
-        if run.notice.bits & USR1 and self.settings.auto_requeue:
-            ask_to_requeue(self)
-
-    def _where_to_go_on(self) -> str:
-        """Say where the last checkpoint is, for whoever interrupted a fit."""
-        newest = find.newest(find.files(self._checkpoint_folders()))
-        return "There is no checkpoint to go on from." if newest is None else f"The newest checkpoint is {newest}; fit(..., ckpt_path='auto') goes on from it."
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_run": None, "_ended": None, "_launcher": None}
-
-
-def _status_of(error: BaseException) -> str:
-    return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 
 
 def _table(fn: str, index: int | None, numbers: dict[str, float]) -> str:

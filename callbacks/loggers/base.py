@@ -13,6 +13,7 @@ import torch
 
 from callbacks.callback import Callback
 from callbacks.errors import MisconfigurationException
+from callbacks.loggers.versions import next_version, note_checkpoints, version_of
 
 __all__ = ["DummyExperiment", "FileLogger", "Logger", "rank_zero_experiment"]
 
@@ -138,7 +139,7 @@ class Logger(Callback):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(name=self.name, save_dir=self.save_dir)
+        return self._generate_state_key(name=self.name)  # without the folder, which may be moved between two runs
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self._waiting = True
@@ -154,8 +155,8 @@ class FileLogger(Logger):
     Args:
         save_dir: Folder of all experiments. Default: the trainer's `default_root_dir`.
         name: Name of the experiment, a sub-folder; "" or None for none.
-        version: Number (folder "version_<n>") or folder name of the run; default: the next free number, or that of the run that is gone on with
-            by `ckpt_path="auto"` or "last".
+        version: Number (folder "version_<n>") or folder name of the run; default: the next free number, or that of the run that a fit goes on
+            with by `ckpt_path="auto"` or "last".
         prefix: Put in front of every metric's name, with a "-" (LOGGER_JOIN_CHAR).
     """
 
@@ -208,25 +209,25 @@ class FileLogger(Logger):
     def resolve(self, trainer: Any) -> None:
         """Choose the next free version and make its folder, so that a run started at the same moment takes another. Collective.
 
-        A run that goes on by "auto" or "last" from a checkpoint in the folder of a version goes on in that version.
+        A fit that goes on by "auto" or "last" goes on in the version of the run whose checkpoint that is.
 
         Raises:
             MisconfigurationException: the folder cannot be made or written; the message names it.
         """
         self._writes = trainer.is_global_zero
         self._trainer = weakref.ref(trainer)
-        came_from = str(trainer.ckpt_path) if trainer.continues else ""
-        save_dir, version, trouble = trainer.broadcast(self._claim(trainer.default_root_dir, came_from) if self._writes else None)
+        save_dir, version, trouble = trainer.broadcast(self._claim(trainer) if self._writes else None)
         if trouble:
             raise MisconfigurationException(f"{type(self).__name__}: {trouble}")
         self._save_dir, self._version = save_dir, version
 
-    def _claim(self, default_root: str, came_from: str) -> tuple[str, int | str | None, str]:
+    def _claim(self, trainer: Any) -> tuple[str, int | str | None, str]:
         if self._save_dir is None:
-            self._save_dir = os.path.abspath(default_root)
+            self._save_dir = os.path.abspath(trainer.default_root_dir)
         folder = str(self.root_dir)
-        if self._version is None:
-            self._version = _version_in(folder, came_from)
+        if self._version is None and trainer.continues and trainer.state.fn == "fit":  # a test knows no names of training, nor its steps
+            others = [one for one in trainer.loggers if one is not self and isinstance(one, FileLogger) and one._version is not None]
+            self._version = version_of(folder, str(trainer.ckpt_path), type(self).__name__, {one.version for one in others if one.root_dir == folder})
         try:
             os.makedirs(folder, exist_ok=True)
             while self._version is None:
@@ -253,8 +254,11 @@ class FileLogger(Logger):
         """Forget what an earlier run left in this folder for later steps than `step`: this run does them again."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Write out, so that a run resumed from that checkpoint finds every number before it."""
+        """Write out, so that a run resumed from that checkpoint finds every number before it, and this folder, too."""
         self.save()
+        place = getattr(checkpoint_callback, "dirpath", None)
+        if self._writes and place and isinstance(self._version, int) and os.path.isdir(str(self.log_dir)):
+            note_checkpoints(os.path.join(str(self.root_dir), f"version_{self._version}"), place, type(self).__name__)
 
     def _here(self, step: int | None, last: int = 0) -> int | None:
         """Return the step at which something logged now, by hand, is to be recorded; None where it is not to be. Outside a run it is `last`."""
@@ -305,18 +309,3 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
         return function(self) if alone or torch.distributed.get_rank() == 0 else DummyExperiment()
 
     return experiment
-
-
-def _version_in(folder: str, path: str) -> int | None:
-    """Return the n of "<folder>/version_<n>/..." that `path` is; None where it lies elsewhere."""
-    top, _, rest = os.path.abspath(path)[len(folder) :].lstrip(os.sep).partition(os.sep)
-    inside = os.path.abspath(path).startswith(folder + os.sep) and rest
-    return int(top[8:]) if inside and top.startswith("version_") and top[8:].isdigit() else None
-
-
-def next_version(folder: str) -> int:
-    """Return one more than the highest "version_<n>" in `folder`."""
-    if not os.path.isdir(folder):
-        return 0
-    numbers = [int(n[8:]) for n in os.listdir(folder) if n.startswith("version_") and n[8:].isdigit()]
-    return max(numbers, default=-1) + 1

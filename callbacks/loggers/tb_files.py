@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["event_files", "forget", "join", "scalars", "session_end", "session_start", "start_after", "text"]
+__all__ = ["event_files", "forget", "forget_hparams", "in_order", "join", "scalars", "session_end", "session_start", "start_after", "text"]
 
 _EVENTS = "events.out.tfevents"
 _SESSION_END = "_hparams_/session_end_info"
+_SESSION_START = "_hparams_/session_start_info"
 
 
 def event_files(folder: str) -> list[str]:
     """Return the paths of the event files in `folder`, in the order in which they were begun."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    return [os.path.join(folder, name) for name in sorted(names) if name.startswith(_EVENTS)]
+    return in_order(os.path.join(folder, name) for name in names if name.startswith(_EVENTS))
 
 
-def forget(path: str, step: int) -> None:
-    """Take out of an event file what belongs to later steps than `step`, how the run ended, and half a record of a writer that was killed.
+def in_order(paths: Iterable[str]) -> list[str]:
+    """Sort event files of a folder by when they were begun: their names hold seconds, host, process and, last, a count (10 comes after 9)."""
+    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", os.path.basename(path))])
+
+
+def forget(path: str, step: float, tag: str = _SESSION_END) -> None:
+    """Take out of an event file what belongs to later steps than `step`, records named `tag`, and half a record of a writer that was killed.
 
     Readers have means of their own to drop what a resumed run does again (`start_after`), but not all of them, and not for every kind of record.
     """
@@ -34,13 +41,18 @@ def forget(path: str, step: int) -> None:
         with open(path, "rb") as file, open(temporary, "wb") as copy:
             for record in _records(file):
                 event = Event.FromString(record[12:-4])
-                if event.step <= step and not any(value.tag == _SESSION_END for value in event.summary.value):
+                if event.step <= step and not any(value.tag == tag for value in event.summary.value):
                     kept += copy.write(record)
         if kept < os.path.getsize(path):
             os.replace(temporary, path)
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
+
+
+def forget_hparams(path: str) -> None:
+    """Take the hyper-parameters out of an event file: of several records readers believe the first, and a run that goes on may have others."""
+    forget(path, float("inf"), _SESSION_START)
 
 
 def join(first: str, later: list[str]) -> None:

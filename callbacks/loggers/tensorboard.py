@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from callbacks.binning import Histogram, histogram
 from callbacks.errors import MisconfigurationException
@@ -18,6 +15,7 @@ from callbacks.loggers.base import DummyExperiment, FileLogger
 from callbacks.loggers.config_text import describe
 from callbacks.loggers.pictures import picture
 from callbacks.loggers.plain import as_dict, flatten, to_yaml
+from callbacks.loggers.tb_graph import draw_graph
 from callbacks.loggers.tb_layout import Charts, check_layout, tag_of
 from callbacks.monitor import rank_of
 
@@ -189,10 +187,20 @@ class TensorBoardLogger(FileLogger):
         if not self._writes or not params:
             return
         self.hparams.update(as_dict(params))
+        self._forget_hparams()
         self.experiment.file_writer.add_summary(tb_files.session_start(flatten(self.hparams)), 0)
         self.log_metrics(metrics or {}, 0)
         with open(os.path.join(str(self.log_dir), self.NAME_HPARAMS_FILE), "w", encoding="utf-8") as file:
             file.write(to_yaml(self.hparams))
+
+    def _forget_hparams(self) -> None:
+        """Take out of the files of an earlier run, or fit, what the new record replaces."""
+        folder = str(self.log_dir)
+        known = self._files.get(folder, [])
+        for path in known[: len(known) - (folder in self._writers)]:
+            tb_files.forget_hparams(path)
+            if path in self._earlier:
+                self._earlier[path] = os.path.getsize(path)
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         super().on_fit_start(trainer, module)
@@ -210,18 +218,21 @@ class TensorBoardLogger(FileLogger):
                 self.log_text(f"config/{name}", text, step)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Record the graph, when `log_graph` was asked for and an input is known (`model.example_input_array` or `input_array`)."""
+        """Record the graph, when `log_graph` was asked for and an input is known (`model.example_input_array` or `input_array`).
+
+        Where forward fails on it, or cannot run in one process, a warning says so.
+        """
         if not self._log_graph or not self._writes:
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if example is None:
             warnings.warn("TensorBoardLogger(log_graph=True): the module has no example_input_array.", stacklevel=2)
             return
-        traced = copy.deepcopy(model).eval()  # tracing runs the model, which must not move its statistics
-        traced.__dict__["_trainer"] = model.__dict__.get("_trainer")  # it also looks at every attribute
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch.jit.trace, which torch's own SummaryWriter uses
-            self.experiment.add_graph(traced, example)
+        trainer = self._trainer() if self._trainer is not None else None
+        precision = None if trainer is None else trainer.precision_plugin
+        reason = draw_graph(self.experiment, model, example if precision is None else precision.convert_input(example))
+        if reason is not None:
+            warnings.warn(f"TensorBoardLogger(log_graph=True) shows no graph: {reason}", stacklevel=2)
 
     # -- images, texts and the like, by hand -----------------------------------------------------------------------------
 
@@ -297,7 +308,7 @@ class TensorBoardLogger(FileLogger):
         """Close, and join what a later use of this logger wrote (a resumed run, a test after a fit) to the run's first event file."""
         for folder, writer in self._writers.items():
             writer.close()
-            mine = [path for path in sorted(self._files[folder]) if os.path.exists(path) and not self._grown(path)]
+            mine = [path for path in tb_files.in_order(self._files[folder]) if os.path.exists(path) and not self._grown(path)]
             if len(mine) > 1:
                 tb_files.join(mine[0], mine[1:])
             self._files[folder] = mine[:1]

@@ -199,7 +199,7 @@ def test_all_ranks_raise() -> None:
 def test_stop_ends_the_run_at_the_boundary_with_good_weights(tmp_path: Path) -> None:
     class Asks(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            trainer.request_save(lambda trainer: trainer.save_checkpoint(tmp_path / "last.ckpt"))
+            trainer.at_boundary(lambda trainer: trainer.save_checkpoint(tmp_path / "last.ckpt"))
 
     found = fit(bad_loss="stop", callbacks=[Asks()])
     assert found["step"] == 2 and len(found["told"]) == 1

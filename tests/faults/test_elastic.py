@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,6 +19,7 @@ import torch
 
 from callbacks import ModelCheckpoint
 from tests.helpers.modules import Net, Scalar, loader, quiet
+from tests.helpers.ports import free_port
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import train_by_hand
 from tests.helpers.resume import Stop, noisy_loader, train
@@ -221,10 +221,7 @@ def test_other_numbers_of_ranks_keep_the_samples_of_a_step_where_they_can():
 
 
 def test_a_node_is_lost_and_the_other_goes_on_alone_with_the_same_steps():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--rdzv-id", uuid.uuid4().hex]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--rdzv-id", uuid.uuid4().hex]
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2", *meeting, "--rdzv-conf"]
     quick = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=6,is_host="  # 8 s: for both to come, and for none to come
     end = "os.kill(os.getppid(), signal.SIGKILL), os.kill(os.getpid(), signal.SIGKILL)"

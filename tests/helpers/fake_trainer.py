@@ -36,7 +36,7 @@ class FakeTrainer(SimpleNamespace):
 
     # -- what callbacks call ---------------------------------------------------------------------------------------------
 
-    def request_save(self, fn: Any) -> None:
+    def at_boundary(self, fn: Any) -> None:
         self.requests.append(fn)
 
     def save_checkpoint(self, path: str, weights_only: bool = False) -> None:

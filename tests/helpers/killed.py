@@ -35,7 +35,7 @@ __all__ = ["Outcome", "count_calls", "differences", "outcome", "start", "survive
 ROOT = Path(__file__).resolve().parents[2]
 BEGUN, FINAL = "begun", "final.pt"
 _MARK = "TRAINER_KILLED_RUN"  # in the environment of all processes of a run
-_GONE_S = 20.0  # how long the other processes of a run may take to end after one was killed
+_GONE_S = 60.0  # how long the other processes of a run may take to end after one was killed
 _LONG_S = 120.0  # no run takes as long
 
 

@@ -19,7 +19,7 @@ __all__ = ["MARK", "Snapshot"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TRAINER_TEST_SESSION"  # in the environment of all that a test session starts: finds processes that lost their parent
-_GRACE_S = 5.0  # processes and threads that are on their way out may finish
+_GRACE_S = 30.0  # processes and threads that are on their way out may finish
 _CACHES = {".git", ".pytest_cache", ".venv", ".coverage", "__pycache__"}
 # torch sets the latter two: when the first optimizer is made, and when the first compiled code is loaded.
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}

@@ -2,7 +2,7 @@
 
     python -m tests.helpers.matrix --write      # measure every cell and rewrite the table
 
-A row's columns are measured in one start of its ranks. Rows whose turn comes before the files they resume from exist share a second one.
+All rows of as many ranks are measured in one start of these ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["COLUMNS", "ROWS", "Cell", "Row", "measure_all", "page_table", "table
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 BEGIN, END = "<!-- matrix: written by python -m tests.helpers.matrix --write -->", "<!-- end of matrix -->"
-BATCH, SAVED_AT, STEPS = 4, 4, 12  # samples of a joined batch; the step of the checkpoint, inside the first epoch; steps of a fit
+BATCH, SAVED_AT, STEPS = 4, 4, 8  # samples of a joined batch; the step of the checkpoint, inside the first epoch; steps of a fit
 EXACT, MIXED = 1e-6, 0.01  # the rounding of bf16 moves the weights of 6 steps by 0.002, the steps by 0.4
 Plain = Callable[[], Any]
 
@@ -177,22 +177,26 @@ class Cell:
         return "refused" if self.expected_error is not None else "=" if self.tolerance == EXACT else "≈"
 
 
-def in_rank(row: Row, folder: Path, sources: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything that one start of a row's ranks measures: column -> numbers, or the text of the error."""
+def in_rank(row: Row, folder: Path) -> dict[str, Any]:
+    """What a rank measures of a row by itself: column -> numbers, or the text of the error."""
     warnings.filterwarnings("ignore")
     plain = functools.cache(row.fit)  # one fit serves several columns
-    found = {name: attempt(functools.partial(column, row, plain, folder)) for name, column in COLUMNS.items()}
-    return found | (across([row], sources, folder)[row.title] if sources else {})
+    return {name: attempt(functools.partial(column, row, plain, folder)) for name, column in COLUMNS.items()}
 
 
-def across(rows: Sequence[Row], sources: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """For every row, the weights after resuming from each of the other rows' files, or the text of the first error."""
-    warnings.filterwarnings("ignore")
+def across(row: Row, folder: Path) -> dict[str, Any]:
+    """The weights after resuming from each of the other rows' files, or the text of the first error."""
 
-    def resumed(row: Row) -> Any:
-        return {name: weights(row.fit(folder / f"{slug(name)}.ckpt")[0]) for name in sources if name != row.title}
+    def resumed() -> Any:
+        return {name: weights(row.fit(folder / f"{slug(name)}.ckpt")[0]) for name in sources_of(row.ranks) if name != row.title}
 
-    return {row.title: {ACROSS: attempt(functools.partial(resumed, row))} for row in rows}
+    return {ACROSS: attempt(resumed)}
+
+
+def rows_in_rank(rows: Sequence[Row], folder: Path) -> dict[str, dict[str, Any]]:
+    """All that a rank measures of rows of as many ranks: row -> column -> numbers, or the text of the error."""
+    found = {row.title: in_rank(row, folder) for row in rows}  # which leaves the files that the rows resume from
+    return {row.title: found[row.title] | across(row, folder) for row in rows}
 
 
 def slug(title: str) -> str:
@@ -207,11 +211,6 @@ def attempt(measure: Callable[[], Any]) -> Any:
         return str(error) or type(error).__name__
 
 
-def start(ranks: int, fn: Callable[..., Any], **kwargs: Any) -> list[Any]:
-    """Call `fn` in so many processes; return what each gave."""
-    return [fn(**kwargs)] if ranks == 1 else run_ranks(fn, ranks, **kwargs)
-
-
 def sources_of(ranks: int) -> list[str]:
     """The rows whose files are resumed from by rows of so many ranks: by those of one process all."""
     return [row.title for row in ROWS] if ranks == 1 else list(SOURCES)
@@ -219,14 +218,13 @@ def sources_of(ranks: int) -> list[str]:
 
 def measure_all(folder: Path) -> dict[str, dict[str, Cell]]:
     """Measure every cell; return row -> column -> Cell. `folder` takes the checkpoints."""
+    rows = {ranks: [row for row in ROWS if row.ranks == ranks] for ranks in sorted({row.ranks for row in ROWS})}
+    alone = {row.title: in_rank(row, folder) for row in rows[1]}
     numbers: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(ROWS, key=lambda row: row.ranks):  # rows of more than two ranks find all the files they resume from
-        numbers[row.title] = start(row.ranks, in_rank, row=row, folder=folder, sources=sources_of(row.ranks) if row.ranks > 2 else ())
-    for ranks in (2, 1):
-        alike = [row for row in ROWS if row.ranks == ranks]
-        for rank, found in enumerate(start(ranks, across, rows=alike, sources=sources_of(ranks), folder=folder)):
-            for row in alike:
-                numbers[row.title][rank] |= found[row.title]
+    for ranks in list(rows)[1:]:
+        by_rank = run_ranks(rows_in_rank, ranks, timeout=600, rows=rows[ranks], folder=folder)
+        numbers |= {row.title: [found[row.title] for found in by_rank] for row in rows[ranks]}
+    numbers |= {row.title: [alone[row.title] | across(row, folder)] for row in rows[1]}  # from the files of all rows
     expected = numbers[SINGLE.title][0]
     return {row.title: {name: _cell(row, name, numbers[row.title], expected) for name in [*COLUMNS, ACROSS]} for row in ROWS}
 

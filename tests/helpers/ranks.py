@@ -31,9 +31,14 @@ from trainer.launchers.transport import Report, dumps, loads
 __all__ = ["RankError", "RemoteTraceback", "run_ranks"]
 
 ROOT = Path(__file__).resolve().parents[2]
-# torch._dynamo: torch loads it, for a second or two, when the first optimizer of a process is made.
-_PRELOAD = ["numpy", "torch", "torch.distributed", "torch._dynamo", "cloudpickle", "trainer", "trainer.trainer", __name__]
+# What every fit loads anyway. torch._dynamo: torch loads it, for a second or two, when the first optimizer of a process is made.
+_PRELOAD = [
+    *("numpy", "torch", "torch.distributed", "torch._dynamo", "torch.distributed.pipelining", "torch.nn.attention", "torch.utils.serialization"),
+    *("cloudpickle", "trainer", "trainer.trainer", "trainer.strategies.model_parallel", "trainer.strategies.sharding"),
+    *("callbacks.checkpoint", "callbacks.loggers.plain", "tests.helpers.modules", __name__),
+]
 _GRACE_S = 3.0  # how long the other ranks may take to end after the first one failed
+_REASON_S = 30.0  # the same after one lost its connection, whose reason another rank is yet to tell
 
 
 class RankError(RuntimeError):
@@ -119,7 +124,7 @@ def _collect(processes: list[Any], readers: list[Connection], timeout: float, fo
                 kind, answer = "died", RankError(f"rank {rank} died with exit code {processes[rank].exitcode}.")
             if kind and (failed is None or (victim and kind != "victim")):
                 failed, victim = answer if isinstance(answer, BaseException) else _with_traceback(rank, *answer), kind == "victim"
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + (_REASON_S if victim else _GRACE_S))
             results[rank] = answer
     if failed is not None:
         raise failed

@@ -52,7 +52,7 @@ def main() -> int:
         if any(task.returncode for task in tasks):
             for task in tasks:
                 task.terminate()
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 30
             while any(task.poll() is None for task in tasks) and time.monotonic() < deadline:
                 time.sleep(0.05)
             for task in tasks:

@@ -200,21 +200,29 @@ def test_a_run_that_ends_in_the_middle_waits_for_its_file(tmp_path, error):
                 raise error
             return super().training_step(batch, batch_idx)
 
-    saver = keeper(tmp_path)
+        def on_exception(self, exception):
+            slow.ended.set()
+
+    saver, slow = keeper(tmp_path), Slowly(3)
     with pytest.raises(error):
         quiet(max_steps=6, callbacks=[saver]).fit(Ending(), loader([1] * 6))
     assert os.listdir(tmp_path) == ["step=3.ckpt"] and read(saver.best_model_path)["global_step"] == 3
+    slow.ended.clear()
     with pytest.raises(error), pytest.warns(UserWarning, match="being written when the run ended is not there: .*No space left"):
-        quiet(max_steps=6, plugins=Slowly(3), callbacks=[keeper(tmp_path / "b")]).fit(Ending(), loader([1] * 6))
+        quiet(max_steps=6, plugins=slow, callbacks=[keeper(tmp_path / "b")]).fit(Ending(), loader([1] * 6))
     assert os.listdir(tmp_path / "b") == ["step=2.ckpt"]
 
 
 class Slowly(Fails):
     """Fails when the run has ended already."""
 
+    def __init__(self, at):
+        super().__init__(at)
+        self.ended = threading.Event()
+
     def save_checkpoint(self, table, path):
         if table["global_step"] == self.at:
-            threading.Event().wait(0.3)
+            assert self.ended.wait(60)
         super().save_checkpoint(table, path)
 
 

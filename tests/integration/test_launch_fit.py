@@ -157,7 +157,7 @@ def start(script, *command):
     return subprocess.Popen([sys.executable, *command, "script.py"], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -250,8 +250,8 @@ def test_c21_ctrl_c_and_a_killed_rank():
     assert all(gone(pid) for pid in first)
     workers = [int(pid) for rank in second for pid in Path(f"/proc/{rank}/task/{rank}/children").read_text().split()]
     os.kill(second[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 1 and out == "interrupted\n"
     assert "ProcessError: rank 0 was killed by signal 9 (SIGKILL)" in err.splitlines()[-1]
     assert len(workers) >= 4
-    wait_for(lambda: all(gone(pid) for pid in (*second, *workers)), 10)
+    wait_for(lambda: all(gone(pid) for pid in (*second, *workers)))

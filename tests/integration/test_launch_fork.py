@@ -14,6 +14,8 @@ from tests.helpers.modules import Net, assert_same, loader, quiet, weights
 from tests.helpers.reference import train_by_hand
 from tests.integration import test_launchers as local_tests
 from tests.integration.test_launchers import (  # noqa: F401  (pytest finds them here)
+    joined,
+    listening,
     temp_folder,
     test_a_killed_caller_leaves_no_orphan_and_no_file,
     test_a_rank_killed_with_its_data_workers_ends_all,
@@ -25,11 +27,10 @@ from tests.integration.test_launchers import (  # noqa: F401  (pytest finds them
     test_ctrl_c_reaches_the_caller_and_it_can_launch_again,
     test_exit_codes_come_back,
     test_from_a_thread_and_two_at_once,
-    test_signal_handlers_are_put_back,
     test_sigterm_to_the_caller_ends_all_with_143,
-    test_sockets_listen_on_loopback_only,
     test_the_first_exception_keeps_type_data_rank_and_traceback,
     test_the_one_who_lost_its_peer_is_not_the_one_to_blame,
+    test_the_ranks_show_the_warnings_that_the_caller_shows_and_signal_handlers_are_put_back,
 )
 from trainer import MisconfigurationException
 from trainer.launchers import ForkLauncher
@@ -52,6 +53,10 @@ def test_nothing_is_pickled_and_memory_is_shared():
 
     assert ForkLauncher(2).launch(task) == (2, True, 1.0, 1)
     assert data.sum() == 0
+
+
+def test_sockets_listen_on_loopback_only():
+    assert ForkLauncher(2).launch(lambda world: joined(world, lambda _: listening())) == {"0100007F"}
 
 
 class Marks(Callback):
@@ -121,4 +126,4 @@ def test_classes_of_the_script_stay_the_same():
         except OwnError as error:
             print("caught", error.code)
         """)
-    assert process.communicate(timeout=60)[0] == "caught 7\n" and process.returncode == 0
+    assert process.communicate(timeout=120)[0] == "caught 7\n" and process.returncode == 0

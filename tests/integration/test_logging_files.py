@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 
 from callbacks import CSVLogger, ModelCheckpoint, TensorBoardLogger
 from tests.helpers.modules import Scalar, loader, quiet
+from trainer.errors import SIGTERMException
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -22,6 +24,11 @@ def read(folder: Path) -> EventAccumulator:
 
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in read(folder).Scalars(tag)]
+
+
+def hparams_of(folder: Path) -> dict[str, float]:
+    content = read(folder).SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    return {name: v.number_value for name, v in plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams.items()}
 
 
 class Both(Scalar):
@@ -129,6 +136,60 @@ def test_a_second_fit_of_a_trainer_writes_on_and_several_loggers_get_the_same(ow
     assert points(own_directory / "a" / "version_0", "loss") == [(1, 0.0), (2, -1.0), (3, -2.0), (4, -3.0)]
     rows = (own_directory / "b" / "version_0" / "metrics.csv").read_text().splitlines()
     assert [row.split(",")[2] for row in rows[1:]] == ["0.0", "-1.0", "-2.0", "-3.0"]
+
+
+@pytest.mark.parametrize("kept_in", [None, "kept"])
+@pytest.mark.parametrize("name", ["runs", "csv_logs"])
+def test_a_run_that_goes_on_does_so_in_the_folder_of_each_logger(own_directory: Path, name: str, kept_in: str | None) -> None:
+    def trainer(steps: int) -> Any:
+        loggers = [TensorBoardLogger(), CSVLogger(name=name, flush_logs_every_n_steps=1)]
+        saves = ModelCheckpoint(kept_in, every_n_train_steps=2)
+        return quiet(max_steps=steps, max_epochs=-1, logger=loggers, callbacks=saves, log_every_n_steps=1)
+
+    quiet(max_steps=9, max_epochs=-1, logger=CSVLogger(), log_every_n_steps=1).fit(Both(), loader([1]))  # another run, with a number of its own
+    first, second = trainer(3), trainer(5)
+    first.fit(Both(0.5), loader([1]))
+    second.fit(Both(0.25), loader([1]), ckpt_path="last")
+    assert second.ckpt_path.endswith("step=2.ckpt")
+    assert [logger.log_dir for logger in second.loggers] == [logger.log_dir for logger in first.loggers]
+    expected = [0.0, -0.5, -1.0, -1.5, -2.0]  # the optimizer keeps the learning rate of its checkpoint
+    folder = own_directory / "runs" / "version_0"
+    assert points(folder, "loss") == list(enumerate(expected, 1))
+    rows = Path(second.loggers[1].log_dir, "metrics.csv").read_text().splitlines()
+    assert [float(row.split(",")[2]) for row in rows[1:]] == expected
+    assert len((own_directory / "csv_logs" / "version_0" / "metrics.csv").read_text().splitlines()) == 10
+    assert hparams_of(folder) == {"lr": 0.25}
+    alone = trainer(5)
+    alone.validate(Both(), loader([1]), ckpt_path="last")  # its numbers are none of a training's
+    assert not {logger.log_dir for logger in alone.loggers} & {logger.log_dir for logger in first.loggers}
+
+
+class Ends(Both):
+    """Ends in its fourth batch: by SIGTERM, as where a machine is taken away, or by an error."""
+
+    error: Exception | None = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3 and self.error is not None:
+            raise self.error
+        if self.global_step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("of a hook")])
+def test_a_run_that_ended_ahead_of_its_first_save_goes_on_in_its_folder(own_directory: Path, error: Exception | None) -> None:
+    def trainer() -> Any:
+        saves = ModelCheckpoint("kept", save_on_exception=True)
+        return quiet(max_steps=5, max_epochs=-1, logger=TensorBoardLogger(), callbacks=saves, log_every_n_steps=1)
+
+    module = Ends(0.5)
+    module.error = error
+    with pytest.raises(SIGTERMException if error is None else ValueError):
+        trainer().fit(module, loader([1] * 9))
+    second = trainer()
+    second.fit(Both(0.5), loader([1] * 9), ckpt_path="last")
+    assert Path(second.log_dir) == own_directory / "runs" / "version_0"
+    assert [step for step, _ in points(own_directory / "runs" / "version_0", "loss")] == [1, 2, 3, 4, 5]
 
 
 def test_the_folder_is_fixed_when_the_trainer_is_made(own_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,7 +298,7 @@ def test_calls_at_the_wrong_time() -> None:
     trainer = quiet(max_epochs=1)
     for call, message in (
         (lambda: trainer.save_checkpoint("x.ckpt"), "there is no model yet; fit, validate, test or predict first"),
-        (lambda: trainer.request_save(print), "trainer.request_save works inside a run only"),
+        (lambda: trainer.at_boundary(print), "trainer.at_boundary works inside a run only"),
         (lambda: trainer.log_metrics({"a": 1.0}), "trainer.log_metrics works inside a run only"),
         (lambda: trainer.seed_everything(1), "trainer.seed_everything works inside a run only"),
         (lambda: trainer.estimated_stepping_batches, "estimated_stepping_batches is known inside a fit only"),

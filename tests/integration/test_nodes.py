@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -21,6 +20,7 @@ import pytest
 import torch
 
 from tests.helpers.modules import Net
+from tests.helpers.ports import free_port
 from tests.helpers.reference import train_by_hand
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,12 +46,6 @@ FIT = """
     place = [trainer.node_rank, trainer.local_rank, trainer.world_size, trainer.num_nodes, trainer.num_devices]
     torch.save([place, module.state_dict()], f"{name}.{trainer.global_rank}")
 """
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def start(command, script=FIT, prefix=(), **variables):
@@ -158,13 +152,13 @@ def test_srun_ends_with_the_task_that_fails():
                 return super().training_step(batch, batch_idx)
         quiet(strategy="ddp", accelerator="cpu", max_epochs=1).fit(Failing(), loader(Net.rows(8), 2))
         """)  # fmt: skip
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=150)
     assert process.returncode != 0 and "ValueError: mine" in err
 
 
 def test_a_mismatch_is_named_before_any_rank_waits():
     process = start([*SRUN, "--ntasks-per-node", "2", sys.executable], SIZE="2", OPTIONS='{"devices": 3}')
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=150)
     assert process.returncode in (1, 15)  # 15: of the task that srun ended because the other had failed
     assert "the Trainer asks for devices=3, but slurm started 2 process(es) on this node" in err
 

@@ -54,6 +54,9 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Hooks(Callback):
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx):  # takes no dataloader_idx
+        pass
+
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         with trainer.profiler.profile("callback's part"):
             pass
@@ -81,7 +84,7 @@ def test_every_action_of_a_fit_is_counted(tmp_path, capsys):
         "run_training_epoch": 2, "train_dataloader_next": 12 + 2, "training_step": 12, "my part": 12, "backward": 12, "callback's part": 12,
         "optimizer_zero_grad": 6, "configure_gradient_clipping": 6, "optimizer_step": 6, "boundary": 6, "configure_optimizers": 1,
         "validation_step": 4, "validation_dataloader_next": 4 + 2, "save_checkpoint": 3,
-        "[Callback]Hooks.on_train_batch_end": 12, "[Callback]ModelCheckpoint.setup": 1, "[TrainModule]Watched.on_validation_model_eval": 2,
+        "[Callback]Hooks.on_train_batch_end": 12, "[Callback]Hooks.on_validation_batch_end": 4, "[Callback]ModelCheckpoint.setup": 1, "[TrainModule]Watched.on_validation_model_eval": 2,
     }  # fmt: skip
     assert found["publish"] >= 2
     report = capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from callbacks import Callback
 from tests.helpers.datasets import Drawing
 from tests.helpers.modules import Scalar, loader, quiet
+from tests.helpers.ports import free_port
 from tests.helpers.ranks import run_ranks
 from trainer import DataModule
 
@@ -148,10 +148,7 @@ def test_runs_follow_each_other_where_rank_0_holds_the_store():
             found.append(module.w.item())
         return found
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert run_ranks(task, port=port) == [[-3.0] * 5] * 2
+    assert run_ranks(task, port=free_port()) == [[-3.0] * 5] * 2
 
 
 class Preparing(DataModule):

@@ -186,7 +186,7 @@ def test_under_torchrun_all_ranks_end_and_each_shows_where_it_was():
         quiet(strategy="ddp", max_epochs=1, timeout=3, accelerator="cpu").fit(Sleeper("train"), loader(Net.rows(40), 2))
         """))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True, timeout=90)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True, timeout=180)
     assert done.returncode == 1
     assert slept("train") < ASLEEP_S / 2
     assert "Rank 1 when the run stalled: training step 3 (epoch 0)\n" in done.stderr and "time.sleep(ASLEEP_S)" in done.stderr

@@ -29,6 +29,7 @@ from trainer import (
     rank_zero_only,
     rank_zero_warn,
 )
+from trainer.hooks import HookTable
 from trainer.removed import REMOVED_HOOKS, Gone
 
 
@@ -107,6 +108,9 @@ def test_hooks_and_steps_may_take_less_or_more() -> None:
     quiet(max_epochs=1, callbacks=Watch()).validate(Less(), [loader([3]), loader([4])], verbose=False)
     first = [("start", 0), ("step", 3.0), ("callback", 0), ("end", 0, 0)]
     assert said == [("validate", 0), *first, ("start", 0), ("step", 4.0), ("callback", 0), ("end", 0, 1)]
+    for where, foreign in (("callbacks.watch", False), ("mine", True)):
+        Watch.__module__ = where
+        assert HookTable(None, [Watch()], Scalar(), None).foreign("on_validation_batch_end") == foreign
 
 
 def test_modes_are_set_and_put_back_by_the_hooks_for_it() -> None:

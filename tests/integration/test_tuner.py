@@ -268,6 +268,13 @@ def test_wrong_use(what: str, module: Any, options: dict[str, Any], message: str
     assert_same(weights(module), before, 0)
 
 
+def test_a_limit_of_no_batches_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="limit_train_batches=0 allows none"):
+        Tuner(exact(limit_train_batches=0)).lr_find(Tuned())
+    with pytest.raises(MisconfigurationException, match="limit of batches for test is 0"):
+        Tuner(exact(limit_test_batches=0)).scale_batch_size(Tuned(), method="test")
+
+
 def test_lazy_layers_are_refused() -> None:
     module = Tuned()
     module.lazy = torch.nn.LazyLinear(1)

@@ -112,6 +112,12 @@ def test_plugins() -> None:
         config.plugins([io, 3])
 
 
+def test_an_argument_that_neither_ddp_has_is_refused_where_it_is_written() -> None:
+    for name, message in {"timeout": "Use Trainer\\(timeout=", "static_graf": "Did you mean 'static_graph'"}.items():
+        with pytest.raises(MisconfigurationException, match=f"DDPStrategy has no argument '{name}'.*{message}"):
+            DDPStrategy(**{name: 3})
+
+
 def test_accumulation_and_a_static_graph_exclude_each_other_where_ranks_reduce() -> None:
     static = DDPStrategy(static_graph=True)
     with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=2 with static_graph=True"):

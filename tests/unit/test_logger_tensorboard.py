@@ -14,6 +14,7 @@ import torch
 import yaml
 from callbacks import TensorBoardLogger
 from callbacks.errors import MisconfigurationException
+from callbacks.loggers import tb_files
 from callbacks.loggers.base import DummyExperiment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
@@ -112,6 +113,7 @@ def test_best_of_max_and_after_a_resume(tmp_path: Path) -> None:
     first = started(tmp_path, TensorBoardLogger(), [monitor])
     first.publish({"acc": 0.9}, 1, "train")
     second = started(tmp_path, TensorBoardLogger(), [monitor])
+    assert second.state_key == TensorBoardLogger(tmp_path / "moved").state_key
     second.load_state_dict(first.state_dict())
     second.publish({"acc": 0.5}, 2, "train")
     second.publish({"acc": 1.0}, 2, "test")  # the test set does not count
@@ -147,6 +149,13 @@ def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
     assert scalars(tmp_path / "runs" / "a", "loss") == [*[(s, float(s)) for s in range(1, 6)], *[(s, 10.0 * s) for s in range(6, 11)]]
 
 
+def test_files_are_joined_in_the_order_in_which_they_were_begun(tmp_path: Path) -> None:
+    names = [f"events.out.tfevents.{name}" for name in ("98.pc.7.0", "99.pc.7.9", "99.pc.7.10", "100.pc.7.8")]
+    for name in reversed(names):
+        (tmp_path / name).touch()
+    assert [os.path.basename(path) for path in tb_files.event_files(str(tmp_path))] == names
+
+
 def test_the_writer_underneath(tmp_path: Path) -> None:
     logger = started(tmp_path, TensorBoardLogger(name="x", prefix="p", sub_dir="s"))
     logger.experiment.add_histogram("weights", torch.arange(4.0), 3)
@@ -172,6 +181,41 @@ def test_graph(tmp_path: Path) -> None:
     silent = started(tmp_path, TensorBoardLogger())
     silent.log_graph(model)
     assert event_files(silent.log_dir) == []
+
+
+class Summed(torch.nn.Module):
+    """Named arguments in, a dict out; fails on the wrong type of number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1, dtype=torch.float64)
+        self.example_input_array: Any = {"b": torch.ones(1, 2), "a": torch.zeros(1, 2)}
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sum": self.layer(a + b)}
+
+
+def test_the_graph_of_named_inputs_in_the_precision_of_the_run(tmp_path: Path) -> None:
+    model: Any = Summed()
+    precision = SimpleNamespace(convert_input=lambda example: {name: value.double() for name, value in example.items()})
+    trainer = FakeTrainer(tmp_path, precision_plugin=precision)
+    logger = TensorBoardLogger(log_graph=True)
+    logger.resolve(trainer)
+    logger.log_graph(model)
+    logger.finalize("success")
+    assert any("Linear" in node.name for node in EventAccumulator(str(logger.log_dir)).Reload().Graph().node)
+
+
+def test_a_forward_that_fails_costs_the_graph_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = started(tmp_path, TensorBoardLogger(log_graph=True))
+    with pytest.warns(UserWarning, match="shows no graph: RuntimeError"):
+        logger.log_graph(Summed())  # in 32 bits
+    lazy: Any = torch.nn.LazyLinear(3)
+    lazy.example_input_array = torch.zeros(1, 2)
+    with pytest.warns(UserWarning, match="lazy layers"):
+        logger.log_graph(lazy)
+    logger.finalize("success")
+    assert capsys.readouterr().out == ""
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

@@ -90,6 +90,15 @@ IMPORTS = {
     "try:\n    import lightning.pytorch as pl\nexcept ImportError:\n    import pytorch_lightning as pl\nx = pl.Trainer\n": (
         "try:\n    from trainer import Trainer\nexcept ImportError:\n    from trainer import Trainer\nx = Trainer\n"
     ),
+    "import pytorch_lightning as pl\n\x0c\nclass M(pl.LightningModule): x = 'a\x0cb'\n\x0cx = pl.Trainer\n": (
+        "from trainer import TrainModule, Trainer\n\x0c\nclass M(TrainModule): x = 'a\x0cb'\n\x0cx = Trainer\n"
+    ),
+    "trainer.fit_loop.max_epochs += 1; self.trainer.fit_loop.epoch_loop.max_steps = 3  # lightning\n": (
+        "trainer.max_epochs += 1; self.trainer.max_steps = 3  # lightning\n"
+    ),
+    "x = {'class_path': 'lightning.pytorch.callbacks.Timer', \"_target_\": r\"pytorch_lightning.Trainer\"}\n": (
+        "x = {'class_path': 'callbacks.Timer', \"_target_\": r\"trainer.Trainer\"}\n"
+    ),
     "import pytorch_lightning as pl\nfrom pytorch_lightning import Trainer\nx = pl.Trainer, Trainer\n": "from trainer import Trainer\nx = Trainer, Trainer\n",
 }  # fmt: skip
 
@@ -172,6 +181,10 @@ def test_what_has_no_counterpart_stays_and_is_told() -> None:
         code.replace("\tfrom", "\tfrom callbacks import Timer\r\n\tfrom").replace("cb.Timer", "Timer")
         .replace("import lightning;", "from trainer import Trainer; import lightning;").replace("lightning.Trainer", "Trainer")
     )  # fmt: skip
+    code = "def f():\n    global pl, LightningModule\n    import pytorch_lightning as pl\n    from pytorch_lightning import LightningModule\nf(pl.Trainer, LightningModule)\n"
+    assert ported(code, ("3: pl is used outside of",)) == code.replace("pytorch_lightning import L", "trainer import TrainModule as L")
+    code = "class A:\n    import pytorch_lightning as pl\n    def f(self): return self.pl.Trainer\n"
+    assert ported(code, ("2: pl is used outside of",)) == code
     code = "import pytorch_lightning as pl\nif x:\n    pl = None\npl.Trainer()\n"
     assert ported(code, ("3: pl may be", "4: pl may be")) == code
 
@@ -192,9 +205,12 @@ ADVICE = {
     ),
     "pl.Trainer(val_check_interval=every, accumulate_grad_batches=n)": "val_check_interval counts optimizer steps",
     "trainer.fit_loop.epoch_progress": "trainer.fit_loop does not exist: use trainer.max_epochs",
+    "pl.strategies.DDPStrategy(process_group_backend='gloo')": "DDPStrategy has no argument 'process_group_backend'. Use nothing: it follows",
+    "pl.strategies.SingleDeviceStrategy('cpu')": "SingleDeviceStrategy takes no arguments",
+    "pl.callbacks.EarlyStopping('a', patients=3)": "EarlyStopping has no argument 'patients'. Did you mean 'patience'?",
     "self.trainer._results": "trainer._results is internal to Lightning",
     "model.to_torchscript()": "TrainModule has no to_torchscript: use torch.export",
-    "self.log('a', 1, reduce_fx=torch.mean)": "reduce_fx is 'mean', 'sum', 'min' or 'max'",
+    "self.log('a', 1, reduce_fx=torch.median)": "reduce_fx is 'mean', 'sum', 'min' or 'max'",
     "self.log('a', 1, sync_dist_group=g)": "There are no groups",
     "torch.load('lightning_logs/version_0/checkpoints/a.ckpt')": 'The default folder is "runs"',
     "patch('pytorch_lightning.Trainer')": "'pytorch_lightning.Trainer' names Lightning",
@@ -210,8 +226,9 @@ ADVICE = {
 }
 FINE = (
     "pl.Trainer(val_check_interval=100)", "pl.Trainer(val_check_interval=0.5, accumulate_grad_batches=4)", "pl.Trainer(**settings)",
+    "pl.strategies.DDPStrategy(static_graph=True)", "trainer.fit_loop.max_epochs += 1", "pl.AttributeDict(a=1)",
     "pl.Trainer(val_check_interval=100, accumulate_grad_batches=1)", "pl.Trainer(strategy='ddp_find_unused_parameters_true', precision='bf16')",
-    "self.log('a', 1, sync_dist=True, reduce_fx='sum')", "trainer.callback_metrics['a']", "logger.log('a', reduce_fx=f)",
+    "self.log('a', 1, sync_dist=True, reduce_fx='sum')", "self.log('a', 1, reduce_fx=torch.sum)", "self.log('a', 1, reduce_fx=max)", "trainer.callback_metrics['a']", "logger.log('a', reduce_fx=f)",
     "class M(pl.LightningModule):\n def on_train_batch_end(self, outputs, batch, batch_idx, unused=0): ...",
     "class M(pl.LightningModule):\n def training_step(self, batch): ...\n def on_train_epoch_end(self, *args): ...\n def helper(self, a, b, c, d, e): ...",
     "class M(pl.Callback):\n 'lightning_logs, pytorch_lightning'\n",
@@ -242,10 +259,10 @@ def test_manual_optimization() -> None:
         "        a, b = this.optimizers()\n"
         "        with a.toggle_model():\n"
         "            a.step()\n"
-        "        with b.toggle_model(sync_grad=True): ...\n"
+        "        with b.toggle_model(sync_grad=False): ...\n"
     )
     new = ported(code, ("9: toggle_model does not exist: write `with self.toggled_optimizer(optimizer):`",))
-    assert "        with this.toggled_optimizer(a):\n" in new and "b.toggle_model(sync_grad=True)" in new
+    assert "        with this.toggled_optimizer(a):\n" in new and "b.toggle_model(sync_grad=False)" in new
     _, notes = texts.program(f"{code}pl.Trainer(max_steps=10)\n")
     assert [(n.place, n.by_hand) for n in notes] == [("4", False), ("9", True)]
 
@@ -317,6 +334,7 @@ def test_files_keep_all_that_is_not_changed(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "link.py").symlink_to(tmp_path / ".hidden/a.py")
     (tmp_path / "linked").symlink_to(tmp_path / ".hidden")
     (tmp_path / "plain.py").chmod(0o751)
+    os.mkfifo(tmp_path / "pipe.py")  # reading it would wait for ever
     before = contents(tmp_path)
 
     assert main([str(tmp_path)]) == 1
@@ -335,7 +353,8 @@ def test_files_keep_all_that_is_not_changed(tmp_path: Path, capsys: pytest.Captu
     assert after["bom.py"] == b"\xef\xbb\xbf" + PORTED.encode() and after["latin.py"] == f"# -*- coding: latin-1 -*-\n{PORTED}".encode("latin-1")
     assert (tmp_path / "plain.py").stat().st_mode & 0o777 == 0o751 and (tmp_path / "link.py").is_symlink()
     assert main([str(tmp_path / "plain.py"), "--check"]) == 0
-    assert main([str(tmp_path / "link.py")]) == 0  # named itself, it is followed
+    assert main([str(tmp_path / "link.py"), "--write"]) == 0  # named itself, it is followed
+    assert (tmp_path / "link.py").is_symlink() and (tmp_path / ".hidden/a.py").read_bytes() == PORTED.encode()
 
 
 def test_what_files_take_from_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

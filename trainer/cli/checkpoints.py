@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.checkpoint import find, io, state
 from trainer.errors import CheckpointError
-from trainer.hparams import CLASS_PATH
+from trainer.hparams import CLASS_PATH, add_hparams
 
 __all__ = ["remember", "saved_arguments"]
 
@@ -26,9 +26,8 @@ def remember(owner: Any, configured: dict[str, Any]) -> None:
     if not owner.hparams or not (objects or named):
         return
     cls = type(owner)
-    kept = {CLASS_PATH: configured["class_path"] if named else f"{cls.__module__}.{cls.__qualname__}", **{name: arguments[name] for name in objects}}
-    owner.hparams.update(kept)
-    owner.__dict__["_hparams_initial"] = type(owner.hparams)({**owner.hparams_initial, **kept})
+    path = configured["class_path"] if named else f"{cls.__module__}.{cls.__qualname__}"
+    add_hparams(owner, {CLASS_PATH: path, **{name: arguments[name] for name in objects}})
 
 
 def _is_plain(value: Any) -> bool:

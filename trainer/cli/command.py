@@ -19,6 +19,7 @@ from trainer.cli.optimizers import configure_by
 from trainer.cli.parser import TrainerArgumentParser
 from trainer.cli.saving import SaveConfigCallback
 from trainer.datamodule import DataModule
+from trainer.earlier import checkpoint_for
 from trainer.errors import MisconfigurationException, TrainerError
 from trainer.hooks import overrides
 from trainer.module import TrainModule
@@ -242,7 +243,7 @@ class TrainerCLI:
         parser.add_component_args(self.trainer_class, "trainer")
         arguments = vars(parser.instantiate(Namespace(trainer=settings.clone())).trainer)
         found = _list(arguments.get("callbacks")) + _list(self.trainer_defaults.get("callbacks"))
-        return self.trainer_class(**{**arguments, "callbacks": found})._find_checkpoint(path)
+        return checkpoint_for(self.trainer_class(**{**arguments, "callbacks": found}), path)
 
     def _set_seed(self) -> None:
         seed = self._get(self.config, "seed_everything")

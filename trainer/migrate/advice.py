@@ -14,6 +14,7 @@ from trainer import config
 from trainer.datamodule import DataModule
 from trainer.errors import MisconfigurationException, nearest
 from trainer.migrate import names
+from trainer.migrate.idioms import class_in, limit_of
 from trainer.migrate.source import Finding, Source
 from trainer.module import TrainModule
 from trainer.precision.plugins import canonical
@@ -21,24 +22,22 @@ from trainer.removed import (
     REMOVED,
     REMOVED_ARGUMENTS,
     REMOVED_ATTRIBUTES,
+    REMOVED_EXPORTS,
     REMOVED_HOOKS,
+    REMOVED_STRATEGY_ARGUMENTS,
 )
 from trainer.trainer import Trainer
 
 __all__ = ["advise"]
 
 _BASES: dict[str, type] = {"TrainModule": TrainModule, "DataModule": DataModule}
-_EXPORTS = {
-    "to_torchscript": "use torch.export.export(module, (example,)), or torch.jit.trace(module, example)",
-    "to_onnx": "use torch.onnx.export(module, (example,), path)",
-    "to_tensorrt": "use torch.export.export(module, (example,)) and TensorRT's own compiler",
-}
+_REDUCTIONS = {"avg", *(f"{torch}{name}" for torch in ("", "torch.") for name in ("mean", "sum", "min", "max"))}
 _COUNTS_STEPS = ("global_step", "max_steps", "min_steps", "every_n_train_steps", "log_every_n_steps", "val_check_interval")
 
 
 def advise(source: Source) -> list[Finding]:
     """Return what to look at in a program, apart from names."""
-    checks = (_trainers, _classes, _attributes, _calls, _strings, _manual)
+    checks = (_trainers, _objects, _classes, _attributes, _calls, _strings, _manual)
     return [finding for check in checks for finding in check(source)]
 
 
@@ -68,9 +67,31 @@ def _trainers(source: Source) -> Iterator[Finding]:
         yield from _interval(source, given)
 
 
-def _no_argument(name: str, known: list[str]) -> str:
-    instead = f" Use {REMOVED[name]}." if name in REMOVED else nearest(name, known)
-    return f"Trainer has no argument {name!r}.{instead}"
+def _no_argument(name: str, known: list[str], owner: str = "Trainer", removed: dict[str, str] = REMOVED) -> str:
+    instead = f" Use {removed[name]}." if name in removed else nearest(name, known)
+    return f"{owner} has no argument {name!r}.{instead}"
+
+
+def _objects(source: Source) -> Iterator[Finding]:
+    """Arguments of callbacks, strategies and the rest that their counterparts do not have."""
+    for call in source.calls:
+        path = source.lightning(call.func)
+        target = names.find(path) if path and not names.is_module(path) else None
+        counterpart = names.counterpart(target) if target is not None else None
+        if target is None or counterpart is None or counterpart is Trainer:
+            continue
+        try:
+            known = inspect.signature(counterpart).parameters
+        except (TypeError, ValueError):  # built-in
+            continue
+        removed = REMOVED_STRATEGY_ARGUMENTS if target.name.endswith("Strategy") else {}
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+        for argument in call.args:
+            name = argument.keyword.value if argument.keyword is not None else ""
+            if name and name not in known and (name in removed or not takes_all):
+                yield Finding(source.start(argument), _no_argument(name, list(known), target.name, removed))
+            elif not name and not argument.star and not known:
+                yield Finding(source.start(argument), f"{target.name} takes no arguments.")
 
 
 def _strategy(name: str) -> None:
@@ -165,7 +186,7 @@ def _attributes(source: Source) -> Iterator[Finding]:
         owner, name = source.code(node.value).rpartition(".")[2], node.attr.value
         if owner not in ("trainer", "Trainer"):
             continue
-        if name in REMOVED_ATTRIBUTES:
+        if name in REMOVED_ATTRIBUTES and limit_of(source, node) is None:
             yield Finding(source.start(node), f"{owner}.{name} does not exist: use {REMOVED_ATTRIBUTES[name]}.")
         elif name.startswith("_") and not name.startswith("__") and not _is_file(source, node):
             yield Finding(source.start(node), f"{owner}.{name} is internal to Lightning and does not exist here.")
@@ -181,12 +202,12 @@ def _calls(source: Source) -> Iterator[Finding]:
         if not isinstance(call.func, cst.Attribute):
             continue
         name, given = call.func.attr.value, {a.keyword.value: a for a in call.args if a.keyword is not None}
-        if name in _EXPORTS:
-            yield Finding(source.start(call.func), f"TrainModule has no {name}: {_EXPORTS[name]}.")
+        if name in REMOVED_EXPORTS:
+            yield Finding(source.start(call.func), f"TrainModule has no {name}: use {REMOVED_EXPORTS[name]}.")
         if name not in ("log", "log_dict") or not isinstance(call.func.value, cst.Name) or call.func.value.value not in ("self", "pl_module"):
             continue
         reduce = given.get("reduce_fx")
-        if reduce is not None and _literal(reduce.value, "?") not in ("mean", "sum", "min", "max"):
+        if reduce is not None and _literal(reduce.value, source.code(reduce.value)) not in _REDUCTIONS:
             yield Finding(source.start(reduce), "reduce_fx is 'mean', 'sum', 'min' or 'max' here, no function.")
         if "sync_dist_group" in given:
             yield Finding(source.start(given["sync_dist_group"]), "There are no groups of ranks: leave sync_dist_group out.")
@@ -195,7 +216,7 @@ def _calls(source: Source) -> Iterator[Finding]:
 def _strings(source: Source) -> Iterator[Finding]:
     for node in source.strings:
         text = node.evaluated_value
-        if not isinstance(text, str) or node in source.docstrings:
+        if not isinstance(text, str) or node in source.docstrings or class_in(source, node) is not None:
             continue
         if "lightning_logs" in text:
             yield Finding(source.start(node), 'The default folder is "runs" (runs/version_N/checkpoints), not "lightning_logs".')

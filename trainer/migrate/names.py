@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import callbacks
 import trainer
 
-__all__ = ["RENAMED", "Target", "advice", "below_root", "find", "is_module", "object_of"]
+__all__ = ["RENAMED", "Target", "advice", "below_root", "counterpart", "find", "is_module", "object_of"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,12 @@ def find(path: tuple[str, ...]) -> Target | None:
     if path[0] in ("callbacks", "loggers") or path == ("Callback",):
         return Target("callbacks", name) if name in callbacks.__all__ else None
     return Target("trainer", name) if name in trainer.__all__ else None
+
+
+def counterpart(target: Target) -> Any:
+    """Return the class or function itself; None for those of other packages and of the command line, which may be missing."""
+    package = {"callbacks": callbacks, "trainer": trainer}.get(target.module)
+    return None if package is None else getattr(package, target.name)
 
 
 def advice(path: tuple[str, ...]) -> str:

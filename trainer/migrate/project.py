@@ -60,15 +60,15 @@ def migrate(root: Path) -> list[Changed]:
 
 def write(changed: Changed) -> None:
     """Put the new text into the place of the file, whole or not at all; its mode stays."""
-    data = changed.after.encode(changed.encoding)
-    handle, name = tempfile.mkstemp(prefix=f".{changed.path.name}.", dir=changed.path.parent)
+    data, path = changed.after.encode(changed.encoding), changed.path.resolve()  # a link that was named stays one
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        shutil.copymode(changed.path, name)
-        os.replace(name, changed.path)
+        shutil.copymode(path, name)
+        os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
@@ -77,7 +77,7 @@ def write(changed: Changed) -> None:
 def _walk(root: Path) -> Iterator[Path]:
     for folder, inner, files in os.walk(root):
         inner[:] = sorted(name for name in inner if not _passed_over(Path(folder, name)))
-        yield from (path for name in sorted(files) if not (path := Path(folder, name)).is_symlink())
+        yield from (path for name in sorted(files) if (path := Path(folder, name)).is_file() and not path.is_symlink())  # no pipes
 
 
 def _passed_over(folder: Path) -> bool:

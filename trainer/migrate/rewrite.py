@@ -12,7 +12,7 @@ from trainer.migrate import names
 from trainer.migrate.names import Target
 from trainer.migrate.source import Binding, Edit, Finding, Source, Use
 
-__all__ = ["rewrite", "toggles"]
+__all__ = ["rewrite"]
 
 _WIDTH = 100
 
@@ -37,6 +37,12 @@ class _Rewrite:
         self.locals: dict[Target, str] = {}
         # A name that is also something else (None, where the import failed) keeps its name: the rest of the program goes on as it was.
         self.kept |= {use.parts[0] for use in source.uses if use.mixed and not any(b.is_module for b in use.bindings)}
+        self.kept |= source.elsewhere
+        for binding in source.bindings.values():
+            if binding.is_module and source.reaches_out(binding):
+                text = f"{binding.local} is used outside of the scope that imports it: import Lightning at the top, then run the tool again. Not changed."
+                self.findings.append(Finding(source.start(binding.statement), text))
+                binding.stays = True
         for use in source.uses:
             self._use(use)
         self.provided: dict[Target, int] = {}
@@ -51,6 +57,8 @@ class _Rewrite:
         first = use.bindings[0]
         if use.mixed and any(b.is_module for b in use.bindings):
             self._stays(use, f"{use.parts[0]} may be Lightning's or something else here; give it one meaning.")
+        elif first.is_module and self.source.reaches_out(first):
+            return  # told where it is imported
         elif not first.is_module:
             if (target := names.find(first.path)) is not None and (new := self._local(first, target)) != first.local:
                 self._put(use, 1, new)
@@ -275,29 +283,3 @@ def _exported(source: Source) -> set[str]:
         if isinstance(node, (cst.Assign, cst.AugAssign, cst.AnnAssign)) and source.code(node).startswith("__all__"):
             found.add(str(string.evaluated_value))
     return found
-
-
-def toggles(source: Source) -> tuple[list[Edit], list[Finding]]:
-    """Turn `with optimizer.toggle_model():` in a method into `with self.toggled_optimizer(optimizer):`."""
-    edits, findings = [], []
-    for call in source.calls:
-        func = call.func
-        if not (isinstance(func, cst.Attribute) and func.attr.value == "toggle_model"):
-            continue
-        owner = _first_parameter(source, call)
-        if owner and not call.args and isinstance(func.value, (cst.Name, cst.Attribute)):
-            edits.append(Edit(source.start(call), source.end(call), f"{owner}.toggled_optimizer({source.code(func.value)})"))
-        else:
-            findings.append(Finding(source.start(call), "toggle_model does not exist: write `with self.toggled_optimizer(optimizer):`."))
-    return edits, findings
-
-
-def _first_parameter(source: Source, node: cst.CSTNode) -> str | None:
-    """The name of `self` in the method that a node is in."""
-    up: cst.CSTNode | None = node
-    while up is not None and not isinstance(up, (cst.FunctionDef, cst.Lambda)):
-        up = source.parents.get(up)
-    if not isinstance(up, cst.FunctionDef) or not up.params.params:
-        return None
-    outside = source.parents[source.parents[up]]
-    return up.params.params[0].name.value if isinstance(outside, cst.ClassDef) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,7 +95,7 @@ class Source:
     """
 
     def __init__(self, text: str) -> None:
-        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+        wrapper = MetadataWrapper(cst.parse_module(_without_form_feeds(text)), unsafe_skip_copy=True)
         self.text, self.bytes, self.module = text, text.encode(), wrapper.module
         self.spans = wrapper.resolve(ByteSpanPositionProvider)
         self.scopes = wrapper.resolve(ScopeProvider)
@@ -102,7 +103,7 @@ class Source:
         found = _Walk()
         self.module.visit(found)
         self.imports, self.calls, self.classes, self.strings = found.imports, found.calls, found.classes, found.strings
-        self.attributes, self.docstrings = found.attributes, found.docstrings
+        self.attributes, self.docstrings, self.elsewhere = found.attributes, found.docstrings, found.elsewhere
         self.bindings = {id(b.alias): b for statement in found.imports for b in _bindings(statement)}
         self.uses: list[Use] = []
         self.other_names: set[str] = set(found.bound)
@@ -138,6 +139,13 @@ class Source:
         """True for a statement of the module itself, under no `if` or `try`."""
         line = self.parents[statement]
         return isinstance(line, cst.SimpleStatementLine) and self.parents[line] is self.module
+
+    def reaches_out(self, binding: Binding) -> bool:
+        """True where a name is made in one scope for others: an attribute of a class, or declared global."""
+        up = self.parents[binding.statement]
+        while isinstance(up, (cst.SimpleStatementLine, cst.IndentedBlock)):
+            up = self.parents[up]
+        return isinstance(up, cst.ClassDef) or binding.local in self.elsewhere
 
     def _origins(self, name: str, scope: Scope) -> tuple[tuple[Binding, ...], bool]:
         bindings, other = [], False
@@ -185,6 +193,7 @@ class _Walk(cst.CSTVisitor):
         self.docstrings: set[cst.CSTNode] = set()
         self.chains: list[cst.BaseExpression] = []
         self.bound: set[str] = set()
+        self.elsewhere: set[str] = set()  # declared global or nonlocal
         self._in_annotation = 0
 
     def visit_Import(self, node: cst.Import) -> bool:
@@ -245,6 +254,10 @@ class _Walk(cst.CSTVisitor):
     def visit_Module(self, node: cst.Module) -> None:
         self._docstring(node)
 
+    def visit_NameItem(self, node: cst.NameItem) -> bool:
+        self.elsewhere.add(node.name.value)
+        return False
+
     def visit_Call(self, node: cst.Call) -> None:
         self.calls.append(node)
         named = get_full_name_for_node(node.func) or ""
@@ -290,6 +303,11 @@ def _chain(node: cst.BaseExpression) -> tuple[str, ...]:
         before = _chain(node.value)
         return (*before, node.attr.value) if before else ()
     return ()
+
+
+def _without_form_feeds(text: str) -> str:
+    """The same program in the same number of bytes: libcst forgets form feeds, and its positions are wrong behind one."""
+    return re.sub(r"(?m)^([ \t]*)\f", "\\1\n", text).replace("\f", " ") if "\f" in text else text  # one ahead of code begins a line anew
 
 
 def _local(alias: cst.ImportAlias) -> str:

@@ -11,7 +11,8 @@ import libcst as cst
 
 from trainer.migrate import names
 from trainer.migrate.advice import advise
-from trainer.migrate.rewrite import rewrite, toggles
+from trainer.migrate.idioms import idioms
+from trainer.migrate.rewrite import rewrite
 from trainer.migrate.source import Edit, Finding, Source, apply
 
 __all__ = ["Note", "config", "notebook", "program"]
@@ -96,7 +97,7 @@ def _work(text: str, kept: Collection[str]) -> tuple[list[Edit], list[Finding], 
         line = getattr(error, "raw_line", 1)
         return [], [], (line, f"is no Python that can be parsed ({type(error).__name__}): not changed.")
     edits, findings = rewrite(source, kept)
-    for more in (toggles(source), ([], advise(source))):
+    for more in (idioms(source), ([], advise(source))):
         edits, findings = [*edits, *more[0]], [*findings, *more[1]]
     try:
         cst.parse_module(apply(source.bytes, edits).decode())

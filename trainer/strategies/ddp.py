@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from trainer.dist import Dist
-from trainer.errors import MisconfigurationException
+from trainer.errors import MisconfigurationException, nearest
+from trainer.removed import REMOVED_STRATEGY_ARGUMENTS
 from trainer.strategies.averaging import average, gradients_of
 from trainer.strategies.base import Closing, Strategy
 from trainer.strategies.rider import Rider
@@ -45,6 +47,9 @@ class DDPStrategy(Strategy):
         comm_state: the first argument of that hook.
         ddp_kwargs: other arguments of DistributedDataParallel (gradient_as_bucket_view, static_graph, bucket_cap_mb, ...).
 
+    Raises:
+        MisconfigurationException: for an argument that neither has.
+
     `local` is True while each rank steps on its own gradients (post-local SGD; `GradientSync(average_every=)` sets it).
     """
 
@@ -63,6 +68,11 @@ class DDPStrategy(Strategy):
         comm_state: Any = None,
         **ddp_kwargs: Any,
     ) -> None:
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        for name in ddp_kwargs:
+            if name not in known:
+                instead = f" Use {REMOVED_STRATEGY_ARGUMENTS[name]}." if name in REMOVED_STRATEGY_ARGUMENTS else nearest(name, known)
+                raise MisconfigurationException(f"{type(self).__name__} has no argument {name!r}, nor has DistributedDataParallel.{instead}")
         self.find_unused_parameters = find_unused_parameters
         self.comm_hook, self.comm_state, self.ddp_kwargs = comm_hook, comm_state, ddp_kwargs
 

@@ -10,7 +10,7 @@ from trainer.tuner.attribute import set_attribute
 from trainer.tuner.rates import check_rate, find_rate
 from trainer.tuner.sizes import check_size, find_size
 
-__all__ = ["tune"]
+__all__ = ["skipped", "tune"]
 
 _HOOKS = ("on_fit_start", "on_train_epoch_start", "on_validation_start", "on_test_start", "on_predict_start")
 
@@ -24,10 +24,16 @@ def tune(run: Any, search: LRSearch | SizeSearch) -> Any:
     hook = run.hooks.current
     if hook not in _HOOKS:
         raise MisconfigurationException(f"A search works in one of {', '.join(_HOOKS)}, not in {hook or 'this place'}.")
-    if run.settings.fast_dev_run:
-        run.trainer.warn("fast_dev_run takes a few steps alone, so nothing is searched for.")
+    if skipped(run.trainer):
         return None
     return _tune_rate(run, search) if isinstance(search, LRSearch) else _tune_size(run, search)
+
+
+def skipped(trainer: Any) -> bool:
+    """True under `fast_dev_run`, with a warning."""
+    if trainer.fast_dev_run:
+        trainer.warn("fast_dev_run takes a few steps alone, so nothing is searched for.")
+    return bool(trainer.fast_dev_run)
 
 
 def _tune_rate(run: Any, search: LRSearch) -> Any:

@@ -11,18 +11,15 @@ import torch
 
 from trainer.defaults import Callback, make_loggers
 from trainer.hooks import HookTable
-from trainer.loaders import Loaders
 from trainer.loops.fit import choose_step, train_epoch
 from trainer.optim import StepOptimizer
 from trainer.profilers import PassThroughProfiler
+from trainer.profiling import MEASURED
 from trainer.results import Results
 from trainer.run import Run
 from trainer.tuner.kept import Kept
 
 __all__ = ["Probe", "all_of", "probing"]
-
-_OF_THE_RUN = ("boundary", "make_optimizers", "publish_step")
-"""Methods that a profiler replaces on the run itself."""
 
 
 def all_of(run: Any) -> Kept:
@@ -38,24 +35,21 @@ class Probe(Run):
     """
 
     def __init__(self, run: Run, watchers: list[Callback], changes: dict[str, Any]) -> None:
-        shared = {name: value for name, value in vars(run).items() if name not in _OF_THE_RUN}
+        shared = {name: value for name, value in vars(run).items() if name not in MEASURED}
         vars(self).update(shared)  # in the place of Run.__init__: it is that run
+        self._begin()
+        self.should_stop = run.should_stop
         self.begins = "training_step" not in shared  # the run itself has not called the hooks that go ahead of its steps
         self.settings = replace(run.settings, log_every_n_steps=0, bad_loss=None, **changes)
         self.progress = replace(run.progress, step_in_epoch=0, batch=0, epoch_ended=False, validation_owed=0)
         self.results = Results(progress=self.progress, fn=run.fn, status="running")
         self.callbacks, self.bar, self.watch = list(watchers), None, None
         self.profiles, self.profiler = False, PassThroughProfiler()
-        self.requests, self.known_names, self._undo = [], set(), []
-        self.position = self.saved_rng = self.saved_sums = self.epoch_pass = self.guard = None
-        self.done = self.first_step = self.validates = self.asks_ahead = self.rewrap = False
+        self.first_step = self.validates = self.asks_ahead = False
         self.hooks = HookTable(run.trainer, self.callbacks, run.module, run.datamodule)
         self.collector = self.new_collector()
         self.recorder = type(run.recorder)(self)
-        self.loaders = Loaders(
-            run.module, run.datamodule, run.job.loaders, self.settings.limits, run.dist, run.place, run.seed,
-            self.settings.use_distributed_sampler, bool(self.settings.overfit_batches), self.settings.uneven == "join",
-        )  # fmt: skip
+        self.loaders = self.new_loaders()
         if run.fn == "fit":
             self.step_optimizers = [StepOptimizer(o, self.take_step) for o in run.optimizers]
             self.choose_path()

@@ -39,13 +39,15 @@ def find_rate(run: Any, search: LRSearch) -> LRCurve:
     """Take a step with each learning rate and put everything back; return the curve, the same on all ranks. Collective.
 
     Raises:
-        MisconfigurationException: when there is not exactly one optimizer.
+        MisconfigurationException: when there is not exactly one optimizer; for `limit_train_batches=0`.
     """
     if len(run.optimizers) != 1:
         raise MisconfigurationException(
             f"lr_find tries learning rates on one optimizer; configure_optimizers returned {len(run.optimizers)}. Use one with several parameter "
             "groups, or look for the rates with an optimizer at a time."
         )
+    if run.settings.limits["train"] == 0:
+        raise MisconfigurationException("lr_find takes training steps, and limit_train_batches=0 allows none.")
     kept, test = all_of(run), _RangeTest(search)
     run.trainer.print(f"Learning rate range test: {search.num_training} steps, from {search.min_lr:g} to {search.max_lr:g}.")
     try:

@@ -48,10 +48,13 @@ def find_size(run: Any, search: SizeSearch) -> int:
     """Try batch sizes and put everything back; return the largest that fits, the same on all ranks. Collective.
 
     Raises:
-        MisconfigurationException: see `check_size`; a loader does not follow the attribute; ranks that wait for each other inside a step.
+        MisconfigurationException: see `check_size`; a limit of 0 batches; a loader does not follow the attribute; ranks that wait for each other inside a step.
         torch.OutOfMemoryError: no size that was tried fits.
     """
     check_size(search, run.job)
+    stage = "train" if run.fn == "fit" else run.fn
+    if run.settings.limits[stage] == 0:
+        raise MisconfigurationException(f"A search for a batch size takes steps, and the trainer's limit of batches for {stage} is 0.")
     if not run.dist.alone:
         _check_ranks(run)
     trials = _Trials(run, search)

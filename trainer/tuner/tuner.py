@@ -16,6 +16,7 @@ from trainer.profilers import PassThroughProfiler
 from trainer.results import Results
 from trainer.tuner.attribute import set_attribute
 from trainer.tuner.curve import LRCurve
+from trainer.tuner.inside import skipped
 from trainer.tuner.kept import Kept
 from trainer.tuner.rates import check_rate, find_rate
 from trainer.tuner.sizes import check_size, find_size
@@ -126,8 +127,7 @@ class Tuner:
 
     def _search(self, fn: str, model: Any, loaders: dict[str, Any], datamodule: Any, search: LRSearch | SizeSearch) -> Any:
         """Run the search as the work of a job of its own, put everything back, and set the attribute."""
-        if self._trainer.fast_dev_run:
-            self._trainer.warn("fast_dev_run takes a few steps alone, so nothing is searched for.")
+        if skipped(self._trainer):
             return None
         if self._trainer._run is not None:
             raise MisconfigurationException("A Tuner works outside of runs; inside, use LearningRateFinder or BatchSizeFinder (callbacks=).")
@@ -140,7 +140,7 @@ class Tuner:
             name, job.work = search.batch_arg_name, partial(_find_size, search=search)
         kept = Kept(job.module, shallow=[job.datamodule])
         try:
-            found = runner._launch(job) if runner._makes_processes() else runner.execute(runner._world, job)
+            found = runner._performer()(job)
         finally:
             kept.restore()
         value = found.suggestion() if isinstance(found, LRCurve) else found

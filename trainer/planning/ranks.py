@@ -1,0 +1,292 @@
+"""One rank of a job that does not exist, taken through one optimizer step by the strategy that would run it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from trainer.activation import checkpointed, chosen
+from trainer.devices import resolve
+from trainer.dist import Dist
+from trainer.errors import MisconfigurationException
+from trainer.loops.transfer import takes_index
+from trainer.optim import parse_optimizers
+from trainer.planning.fake import StandIn, fake_batch, fake_module, fake_ranks, named
+from trainer.planning.report import Memory, Transfer
+from trainer.planning.watch import Saved, Watch, Where, size
+from trainer.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from trainer.strategies.sharding import plan as blocks_of
+from trainer.world import World
+
+__all__ = ["Job", "Step", "check_strategy", "loss_of", "measure"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned, the same for all ranks. `batch` is one rank's, `accumulate` how many of them make a step."""
+
+    model: Any
+    batch: Any
+    strategy: Strategy
+    world_size: int
+    num_nodes: int
+    precision: Any
+    accumulate: int
+
+    def world(self, rank: int) -> World:
+        """Return the place of a rank; nodes are filled one after the other."""
+        each = self.world_size // self.num_nodes
+        return World(rank, self.world_size, rank % each, each, rank // each, self.num_nodes)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of one rank was seen to do. `kept`: the layers that are, or may be, checkpointed, and the bytes that each kept for backward."""
+
+    model: str
+    memory: Memory
+    transfers: tuple[Transfer, ...]
+    flops: int
+    kept: dict[str, int]
+    mesh: dict[str, int]
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse a strategy that cannot be planned.
+
+    Raises:
+        MisconfigurationException: saying which can.
+    """
+    kind = type(strategy)
+    if kind in (SingleDeviceStrategy, FSDPStrategy, ModelParallelStrategy):
+        return
+    if kind is DDPStrategy:
+        if strategy.comm_hook is not None:
+            raise MisconfigurationException("DDPStrategy(comm_hook=...) cannot be planned: what a hook sends is its own affair. Plan without it.")
+        return
+    raise MisconfigurationException(
+        f"strategy={strategy.name!r} cannot be planned. These can: single_device, ddp, fsdp (FSDPStrategy), and ModelParallelStrategy."
+    )
+
+
+def measure(job: Job, rank: int, choice: Any) -> tuple[Step, Step | None]:
+    """Take `rank` through one step as it is, and through one with activation checkpointing; return what each did.
+
+    Args:
+        choice: the layers to checkpoint, as for activation_checkpointing; None for the members of the outermost lists of layers. Where there
+            are none there is no second step.
+
+    Raises:
+        MisconfigurationException: for a model that needs values, naming the operation; for what the strategy refuses.
+    """
+    with fake_ranks(rank, job.world_size):
+        return _Rank(job, rank).steps(choice)
+
+
+class _Rank:
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.mode = job, FakeTensorMode(allow_non_fake_inputs=True)
+        self.module = fake_module(job.model, self.mode)
+        self.strategy, self.dist = copy.deepcopy(job.strategy), Dist(job.world(rank))
+        self.names = self._groups()
+        self.name = type(self.module).__name__
+
+    def _groups(self) -> dict[str, str]:
+        """Make the strategy's mesh, with real numbers, and return the names of its groups."""
+        job, strategy, dist = self.job, self.strategy, self.dist
+        each = job.world_size // job.num_nodes
+        strategy.check(each, job.num_nodes)
+        strategy.device(resolve("cpu", each), dist.world.local_rank)
+        strategy.dist = dist
+        strategy.connect(self.module, dist)
+        mesh = getattr(strategy, "mesh", None) or strategy.device_mesh
+        self.mesh = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+        if dist.alone:
+            return {}
+        found = {torch_dist.group.WORLD.group_name: "data"}
+        return {**found, **{mesh.get_group(name).group_name: name for name in self.mesh}}
+
+    @property
+    def _sharded(self) -> Any:
+        return getattr(self.strategy, "_sharded", None)
+
+    def _held(self) -> int:
+        return 0 if self._sharded is None else sum(t.untyped_storage().nbytes() for t in self._sharded.gathered)
+
+    def _own(self) -> list[torch.Tensor]:
+        """The tensors that are there anyway, which autograd only refers to."""
+        return [*self.module.parameters(), *self.module.buffers(), *([] if self._sharded is None else self._sharded.gathered)]
+
+    def steps(self, choice: Any) -> tuple[Step, Step | None]:
+        module, job = self.module, self.job
+        module.trainer = StandIn(self.strategy, job.precision, self.dist.world, job.accumulate)
+        if not module.automatic_optimization:
+            raise MisconfigurationException("A module with manual optimization cannot be planned: what its training_step does with optimizers is its own.")
+        with self.mode:
+            batch = job.precision.convert_input(fake_batch(job.batch, self.mode))
+            with named(f"{self.name}.configure_model", None):
+                module.configure_model()
+            job.precision.convert_module(module)
+            self._set_up()
+            self.parts = self._blocks() if choice is None else chosen(module, choice)
+            optimizers = self._optimizers()
+            plain = self._step(batch, optimizers)
+            if not self.parts:
+                return plain, None
+            module.zero_grad()
+            undo = checkpointed(module, lambda name, _: name in self.parts)
+            try:
+                return plain, self._step(batch, optimizers)
+            finally:
+                undo()
+
+    def _set_up(self) -> None:
+        """Place the module. DDP's comparison of all ranks' shapes needs values, and there are no other ranks."""
+        strategy = self.strategy
+        if isinstance(strategy, DDPStrategy):
+            strategy.ddp_kwargs = {**strategy.ddp_kwargs, "init_sync": False}
+        elif isinstance(strategy, ModelParallelStrategy):
+            strategy._reduce = partial(self._reduced, strategy._reduce)
+        strategy.setup(self.module, _CPU, self.dist)
+
+    def _reduced(self, reduce: Any, tensor: torch.Tensor, op: Any = torch_dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce; of the question which gradients there are, which is read on the host, the answer is what this rank has."""
+        found = reduce(tensor, op)
+        if op != torch_dist.ReduceOp.MAX:
+            return found
+        held = [p.grad is not None for p in self.module.parameters() if p.requires_grad and not p.is_meta]
+        with unset_fake_temporarily():
+            return torch.tensor(held, dtype=torch.int64)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        with named(f"{self.name}.configure_optimizers", None):
+            optimizers, _ = parse_optimizers(self.module.configure_optimizers())
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise MisconfigurationException("LBFGS cannot be planned: how often it computes the loss depends on values.")
+        self.strategy.check_optimizers(optimizers)
+        return optimizers
+
+    def _step(self, batch: Any, optimizers: list[torch.optim.Optimizer]) -> Step:
+        """Take a step; the optimizers' states are made in the first one."""
+        strategy, buckets, self.watch = self.strategy, _Buckets(), Watch(self.names, self._held)
+        strategy.wrap(training=True)  # DDP anew: it packs gradients again in its second step, for which it needs values
+        ddp = getattr(strategy, "_ddp", None)
+        if ddp is not None:
+            buckets.watch(ddp)
+        step, indexed = strategy.training_step, takes_index(self.module.training_step)
+        if isinstance(strategy, ModelParallelStrategy):  # DTensor works out once how it cuts an operation, by trying it on whole tensors
+            self._pass(step, indexed, batch, Watch({}))
+            self.module.zero_grad()
+        saved = self._pass(step, indexed, batch, self.watch)
+        for message in buckets.sizes():
+            self.watch.send("all_reduce", message, torch_dist.group.WORLD)
+        with named("The optimizer's step", None):
+            for optimizer in optimizers:
+                if not optimizer.state:
+                    optimizer.step()
+        memory = self._memory(optimizers, saved, buckets)
+        by_home = saved.by_home(self._own())
+        kept = {name: by_home.get(i, 0) for i, name in enumerate(self.parts)}
+        return Step(self.name, memory, tuple(self.watch.transfers), self.watch.flops, kept, self.mesh)
+
+    def _pass(self, step: Any, indexed: bool, batch: Any, watch: Watch) -> Saved:
+        job, strategy = self.job, self.strategy
+        with watch, named(f"{self.name}.training_step", watch):
+            for i in range(job.accumulate):
+                last = i == job.accumulate - 1
+                where = Where(list(self.parts.values()))
+                saved = Saved(lambda where=where: where.now)
+                with strategy.sync_when(last):
+                    with where.watching(), saved.watching(), job.precision.forward_context():
+                        output = step(batch, i) if indexed else step(batch)
+                    loss = loss_of(self.name, output)
+                    if last and not self.dist.alone:
+                        strategy.ask_ahead(lambda: 0)  # as the loop does: which ranks wish to stop
+                    loss.backward()
+                del output, loss
+        return saved
+
+    def _blocks(self) -> dict[str, torch.nn.Module]:
+        wanted = {id(part) for part in blocks_of(self.module, None)}
+        return {name: part for name, part in self.module.named_modules() if id(part) in wanted}
+
+    def _memory(self, optimizers: list[torch.optim.Optimizer], saved: Saved, buckets: Any) -> Memory:
+        module = self.module
+        return Memory(
+            parameters=size(list(module.parameters())),
+            gradients=size([p.grad for p in module.parameters() if p.grad is not None]),
+            optimizer=sum(size(list(optimizer.state.values())) for optimizer in optimizers),
+            buffers=size(list(module.buffers())),
+            activations=saved.bytes(self._own()),
+            recomputed=0,
+            communication=buckets.memory + (self.watch.most_held if self._sharded is not None else 0),
+        )
+
+
+def loss_of(name: str, output: Any) -> torch.Tensor:
+    """Return the loss in what a training step returned.
+
+    Raises:
+        MisconfigurationException: where there is none.
+    """
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, torch.Tensor):
+        raise MisconfigurationException(f"{name}.training_step returned no loss, but a {type(output).__name__}.")
+    return loss
+
+
+class _Buckets:
+    """The messages into which DDP packs gradients.
+
+    From the second step on DDP packs them in the order in which they came in the first, which torch does between ranks, with values. So
+    that order is noted here, and given to the same function of torch.
+    """
+
+    def __init__(self) -> None:
+        self.ddp: Any = None
+        self.memory = 0
+        self._first: list[int] = []
+        self._order: list[torch.Tensor] = []
+
+    def watch(self, ddp: Any) -> None:
+        """Take the place of DDP's reduction; note the gradients in their order."""
+        self.ddp = ddp
+        ddp.register_comm_hook(None, lambda _, bucket: self._keep(bucket))  # torch looks at the annotations of a function
+        for p in ddp.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._order.append)
+
+    def _keep(self, bucket: Any) -> Any:
+        self._first.append(size(bucket.buffer()))
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each message."""
+        ddp = self.ddp
+        if ddp is None:
+            return []
+        found = self._first
+        if ddp.static_graph or not ddp.find_unused_parameters:
+            cap = ddp.bucket_bytes_cap
+            order = list(dict.fromkeys(self._order))
+            first = torch_dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else cap
+            groups, _ = torch_dist._compute_bucket_assignment_by_size(order, [first, cap], [])
+            found = [size([order[i] for i in group]) for group in groups]
+        self.memory = 0 if ddp.gradient_as_bucket_view else sum(found)
+        return found
