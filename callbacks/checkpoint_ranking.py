@@ -58,20 +58,21 @@ class Ranking(SaveTriggers):
         if self.monitor in values:
             measured = trainer.metric_steps.get(self.monitor, trainer.global_step)
             if measured != trainer.global_step:
-                if self.every_n_train_steps and not self._told_stale:
+                if self.every_n_train_steps and not self._told_stale and trainer.is_global_zero:
                     self._told_stale = True
                     warnings.warn(
                         f"ModelCheckpoint: {self.monitor!r} was measured at step {max(measured, 0)}, not at step {trainer.global_step}, so this "
-                        "state is not ranked. Validate at the steps that save, or use save_last=True.",
+                        "state is not ranked and can never be 'best'. Validate at the steps that save (val_check_interval), or give the ranking to a "
+                        "second ModelCheckpoint that saves after validations.",
                         stacklevel=2,
                     )
                 return None
             self.current_score = torch.as_tensor(values[self.monitor]).detach().clone()
             return self.current_score
-        error = missing_monitor("ModelCheckpoint", self.monitor, set(values) - {"epoch", "step"}, "Call self.log() with this name.")
         if self._epoch_end_step >= 0 and (self._validated or not self._awaits_validation):
-            raise error
-        self._warn_once(f"{error} Nothing is ranked until it appears.")
+            raise missing_monitor("ModelCheckpoint", self.monitor, set(values) - {"epoch", "step"}, "Call self.log() with this name.")
+        if trainer.is_global_zero:
+            self._warn_once(f"ModelCheckpoint: there is no {self.monitor!r} yet. Nothing is ranked until there is.")
         return None
 
     def _wanted(self, score: torch.Tensor | None) -> bool:

@@ -45,6 +45,8 @@ class Saving(Writing):
             unknown = state.restore_callbacks(self.callbacks, table)
             if unknown and foreign.is_lightning(table):
                 self.trainer.warn(f"The checkpoint holds states of callbacks that this trainer does not have, which are left out: {', '.join(unknown)}.")
+        else:
+            self.trainer.print(f"Weights of {path}.")
         return table
 
     def restore(self, table: dict[str, Any] | None) -> None:

@@ -204,3 +204,16 @@ def test_auto_finds_files_in_the_sub_folders_of_a_file_name(own_directory, name)
     torch.save({"state_dict": {}}, "kept/other/deep/newer.ckpt")  # not of this name's depth
     assert run(1) == [(0, 1.0), (0, 2.0)]
     assert run(2) == [(1, 1.0), (1, 2.0)]
+
+
+def test_a_best_file_that_was_never_ranked_is_explained(own_directory):
+    class Validated(Seeing):
+        def validation_step(self, batch, batch_idx):
+            self.log("val", batch.mean())
+
+    saves = ModelCheckpoint("saved", monitor="val", every_n_train_steps=2, save_last=True)
+    trainer = Trainer(max_epochs=1, callbacks=[saves], logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
+    with pytest.warns(UserWarning, match="there is no 'val' yet"):
+        trainer.fit(Validated(), loader([1, 2, 3]), loader([1]))
+    with pytest.raises(MisconfigurationException, match="'val' was not measured at any step that saved, so nothing was ranked"):
+        trainer.validate(ckpt_path="best", dataloaders=loader([1]))

@@ -42,9 +42,7 @@ def resolve(
     if wanted == "best":
         best = next((c.best_model_path for c in checkpoints if c.best_model_path), None) or _best_of(newest(files(folders), damage))
         if best is None:
-            raise MisconfigurationException(
-                "ckpt_path='best': no ModelCheckpoint of this trainer has a best file; fit first, or give a path."
-            )
+            raise MisconfigurationException(f"ckpt_path='best': no ModelCheckpoint of this trainer has a best file; {_why_none(checkpoints)}")
         return str(best)
     if wanted in ("last", "auto"):
         known = [c.last_model_path for c in checkpoints if getattr(c, "last_model_path", "")]
@@ -57,6 +55,17 @@ def resolve(
     if not os.path.exists(wanted):
         raise CheckpointError(f"ckpt_path={os.fspath(wanted)!r} does not exist.{nearest(os.fspath(wanted), ('auto', 'last', 'best'))}")
     return os.fspath(wanted)
+
+
+def _why_none(checkpoints: Sequence[Any]) -> str:
+    """Return why there is no best file, and what to do."""
+    unranked = [c for c in checkpoints if getattr(c, "last_model_path", "") and getattr(c, "monitor", None)]
+    if not unranked:
+        return "fit first, or give a path."
+    return (
+        f"{unranked[0].monitor!r} was not measured at any step that saved, so nothing was ranked. Validate at those steps (val_check_interval), "
+        "rank with a second ModelCheckpoint that saves after validations, or take 'last'."
+    )
 
 
 def _best_of(file: str | None) -> str | None:

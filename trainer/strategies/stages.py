@@ -132,7 +132,8 @@ def move_rest(module: torch.nn.Module, stack: torch.nn.Module, device: torch.dev
     if all(part is not stack for part in module.modules()):
         module.to(device)
         return
-    torch.nn.Module._apply(module, lambda t: t.to(device), recurse=False)
+    if any(t.device != device for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+        torch.nn.Module._apply(module, lambda t: t.to(device), recurse=False)
     for child in module.children():
         move_rest(child, stack, device)
 
