@@ -289,3 +289,27 @@ def test_from_a_plain_program_with_layers_made_in_configure_model():
     assert_same(found, right)
     assert torch.equal(predicted, order) and torch.equal(order, Net.rows(12, torch.float64)[:, 0])
     assert all(type(p) is torch.nn.Parameter for p in module.parameters())
+
+
+class Later(Split):
+    """Trains cut layers at first, by steps over lists; whole ones join their group's optimizer after an epoch."""
+
+    def configure_optimizers(self):
+        for layer in (self.first, self.norm, self.last):
+            layer.requires_grad_(False)
+        return torch.optim.AdamW([*self.up.parameters(), self.down.weight], lr=0.01, foreach=True)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            joining = [p for p in self.parameters() if not p.requires_grad]
+            self.optimizers().add_param_group({"params": [*(p.requires_grad_() for p in joining), self.down.bias]})
+            self.trainer.rewrap()
+
+
+def test_parameters_that_join_an_optimizer_later_may_be_cut_and_whole():
+    def task():
+        return train(8, 1, 4, Later(), max_steps=5, **mesh(1, 2))
+
+    expected = train(8, 1, 4, Later(), max_steps=5)
+    for found in run_ranks(task):
+        assert_same(found, expected)

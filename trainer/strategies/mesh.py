@@ -58,7 +58,8 @@ class ModelParallelStrategy(Strategy):
     """What trains through the stages of `pipeline`."""
     _tensors: Any = None
     _last: AbstractContextManager[Any] = _NULL
-    _of_a_run = ("device_mesh", "pipeline", "drive", "_tensors", "_last", "_metrics", "_home", "_kind")
+    _optimizers: Any = ()
+    _of_a_run = ("device_mesh", "pipeline", "drive", "_tensors", "_last", "_metrics", "_home", "_kind", "_optimizers")
 
     def __init__(
         self,
@@ -182,6 +183,8 @@ class ModelParallelStrategy(Strategy):
 
     def wrap(self, training: bool) -> None:
         super().wrap(training)
+        for optimizer in self._optimizers if training else ():  # parameters may have been added since
+            _dtensors().step_singly(optimizer)
         if self.pipeline is not None and training:
             self.drive = _schedule().Drive(self.pipeline, self.schedule)
         self._last = Closing(self.sync_gradients) if training and self.module.automatic_optimization else _NULL
@@ -196,8 +199,7 @@ class ModelParallelStrategy(Strategy):
             raise MisconfigurationException("ModelParallelStrategy cannot scale losses (16-mixed). Use precision='bf16-mixed'.")
         dtensors = _dtensors()
         dtensors.check_optimizers("ModelParallelStrategy", "parallelize_module replaces parameters by their parts", self.module, optimizers)
-        for optimizer in optimizers:
-            dtensors.step_singly(optimizer)
+        self._optimizers = optimizers
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -301,8 +303,8 @@ class ModelParallelStrategy(Strategy):
 
     def teardown(self) -> None:
         """Make the module plain. After a failed run its weights come together if all ranks failed; else they are empty, on "meta"."""
-        self.__dict__.pop("_last", None)
-        self.__dict__.pop("drive", None)
+        for name in ("_last", "drive", "_optimizers"):
+            self.__dict__.pop(name, None)
         pipeline = self.__dict__.pop("pipeline", None)
         if pipeline is not None:
             pipeline.release()
