@@ -22,8 +22,15 @@ from torch.utils._pytree import tree_leaves
 from examples.gpt import GPT, Block
 from tests.helpers.modules import quiet
 from tests.helpers.ranks import run_ranks
-from trainer import DDPStrategy, FSDPStrategy, ModelParallelStrategy, TrainModule
+from trainer import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelDDPStrategy,
+    ModelParallelStrategy,
+    TrainModule,
+)
 from trainer.planning import plan
+from trainer.strategies import stages
 
 
 class Small(GPT):
@@ -74,23 +81,70 @@ class Messages(TorchDispatchMode):
         return out
 
 
+class OnDevices:
+    """The devices of a process with a stack spread over them: which computes, and what goes from one to another."""
+
+    def __init__(self, stack: Any) -> None:
+        self.now, self.layers, self.moved, self.send = 0, {}, Counter(), stages._to
+        for s, (first, end, _) in enumerate(stack.forward.stages):
+            for layer in stack[first:end]:
+                self.layers[layer] = s
+                layer.register_forward_pre_hook(lambda *_, s=s: setattr(self, "now", s))
+                layer.register_forward_hook(lambda *_: setattr(self, "now", 0))
+        self.entry = stack.register_forward_pre_hook(lambda _, args: self.count(args, -1))
+
+    def __enter__(self) -> None:
+        stages._to = self.to
+
+    def __exit__(self, *_: object) -> None:
+        stages._to = self.send
+
+    def count(self, values: Any, sign: int = 1) -> None:
+        """What comes to the first stage was there already."""
+        for t in (t for t in tree_leaves(values) if isinstance(t, torch.Tensor)):
+            self.moved["bytes"] += sign * nbytes(t)
+            if t.requires_grad:
+                t.register_hook(lambda g: self.moved.update({"bytes": sign * nbytes(g)}))
+
+    def to(self, value: torch.Tensor, device: Any) -> torch.Tensor:
+        found = self.send(value, device).clone()  # as from one device to another
+        self.count(found)
+        return found
+
+    def of(self, module: Any, optimizer: Any, kept: Counter[int]) -> list[dict[str, int]]:
+        """What each holds."""
+        home = {t: s for layer, s in self.layers.items() for t in (*layer.parameters(), *layer.buffers())}
+        found = []
+        for s in range(max(self.layers.values()) + 1):
+            params, buffers = ([t for t in tensors if home.get(t, 0) == s] for tensors in (module.parameters(), module.buffers()))
+            held = {"parameters": params, "gradients": [p.grad for p in params], "optimizer": [optimizer.state[p] for p in params], "buffers": buffers}
+            found.append({**{name: nbytes(t) for name, t in held.items()}, "activations": kept[s]})
+        return found
+
+
 class Measured:
     """Mixed into a module: what its third step keeps and sends, and what the rank holds after it. It has no hook of the trainer: these cost messages."""
+
+    on: OnDevices | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx != 2 or self.trainer.strategy.pipeline is not None:
             return super().training_step(batch, batch_idx)
         sizes, own = {}, set()
+        stack = getattr(self.trainer.strategy, "_stack", None)
+        self.on = None if stack is None else OnDevices(stack)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             own.update(part(t).untyped_storage()._cdata for t in (*self.parameters(), *self.buffers()))
             storage = part(tensor).untyped_storage()
-            sizes.setdefault(storage._cdata, (storage.nbytes(), storage))
+            sizes.setdefault(storage._cdata, (storage.nbytes(), storage, self.on.now if self.on else 0))
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with self.on or nullcontext(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = super().training_step(batch, batch_idx)
-        self.kept = sum(size for key, (size, _) in sizes.items() if key not in own)
+        self.kept = Counter()
+        for key, (size, _, device) in sizes.items():
+            self.kept[device] += size if key not in own else 0
         return output
 
     def configure_optimizers(self) -> Any:
@@ -114,6 +168,7 @@ class Measured:
             "buffers": nbytes(list(self.buffers())),
             **self.sent,
         }
+        self.devices = self.on and (self.on.of(self, optimizer, self.kept), self.on.moved["bytes"])
 
 
 class Kept:
@@ -141,8 +196,8 @@ class Holder:
         self.kept.now -= self.size if self.kept.holders[self.key] == 0 else 0
 
 
-def measured(kind: Any, batch: Any, strategy: Any, devices: int, **settings: Any) -> tuple[dict[str, int], list[int]]:
-    """Run three steps with the trainer; return what the last one was measured to be, and DDP's own account of its buckets."""
+def measured(kind: Any, batch: Any, strategy: Any, devices: int, **settings: Any) -> tuple[dict[str, int], list[int], Any]:
+    """Run three steps with the trainer; return what the last one was measured to be, DDP's own account of its buckets, and the same by device."""
     module = type(kind.__name__, (Measured, kind), {})()
     module.messages = Messages()
     trainer = quiet(accelerator="cpu", devices=devices, strategy=strategy, max_steps=3, log_every_n_steps=0, **settings)
@@ -150,12 +205,13 @@ def measured(kind: Any, batch: Any, strategy: Any, devices: int, **settings: Any
     unpack = lambda held: held.tensor if isinstance(held, Holder) else held
     with module.messages, torch.autograd.graph.saved_tensors_hooks(kept.pack, unpack) if staged else nullcontext():
         trainer.fit(module, [batch] * 4 * devices)
-    return {**module.found, "activations": kept.most if staged else module.kept}, module.buckets
+    return {**module.found, "activations": kept.most if staged else module.kept.total()}, module.buckets, module.devices
 
 
 def planned(found: Any, checkpointed: bool = False) -> dict[str, int]:
     memory, transfers = (found.checkpointed, found.transfers_checkpointed) if checkpointed else (found.memory, found.transfers)
     names = ("parameters", "gradients", "optimizer", "buffers", "activations")
+    transfers = [t for t in transfers if t.operation != "copy"]
     counts = {"messages": len(transfers), "bytes": sum(t.bytes for t in transfers)} if transfers else {}
     return {**{name: getattr(memory, name) for name in names}, **counts}
 
@@ -168,13 +224,18 @@ def assert_true(found: dict[str, int], expected: dict[str, int], what: Any = Non
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_one_device(kind):
-    found, _ = measured(kind, MODELS[kind], "auto", 1)
+    found, *_ = measured(kind, MODELS[kind], "auto", 1)
     assert_true(planned(plan(kind(), MODELS[kind])), found)
 
 
 def test_activation_checkpointing_on_one_device():
-    found, _ = measured(Small, MODELS[Small], "auto", 1, activation_checkpointing=Block)
+    found, *_ = measured(Small, MODELS[Small], "auto", 1, activation_checkpointing=Block)
     assert_true(planned(plan(Small(), MODELS[Small]), checkpointed=True), found)
+
+
+class Deep(GPT):
+    def __init__(self) -> None:
+        super().__init__(layers=3, width=30, heads=3, length=32)
 
 
 class Cut(Small):
@@ -192,6 +253,7 @@ def cases(ranks: int) -> list[Any]:
         found.append((ResNet, DDPStrategy(bucket_cap_mb=4, gradient_as_bucket_view=True), {}))
         found.append((Cut, ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), {}))
         found.append((Small, ModelParallelStrategy(pipeline_parallel_size=2, stack="blocks", micro_batches=3, schedule="GPipe"), {}))
+        found.append((Deep, ModelParallelDDPStrategy(2, stack="blocks", micro_batches=4), {}))
     else:
         found.append((Small, FSDPStrategy(shard_size=2), {}))
         found.append((Cut, ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2), {}))
@@ -200,7 +262,11 @@ def cases(ranks: int) -> list[Any]:
 
 
 def all_measured(ranks: int) -> Any:
-    return [measured(kind, MODELS.get(kind, MODELS[Small]), strategy, ranks, **more) for kind, strategy, more in cases(ranks)]
+    return [measured(kind, MODELS.get(kind, MODELS[Small]), strategy, devices(strategy, ranks), **more) for kind, strategy, more in cases(ranks)]
+
+
+def devices(strategy: Any, ranks: int) -> int:
+    return ranks * getattr(strategy, "devices_per_replica", 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -209,10 +275,17 @@ def test_ranks(ranks):
     for i, (kind, strategy, more) in enumerate(cases(ranks)):
         batch = MODELS.get(kind, MODELS[Small])
         for rank in range(ranks):
-            found, buckets = by_rank[rank][i]
+            found, buckets, by_device = by_rank[rank][i]
             if rank and found == by_rank[rank - 1][i][0]:
                 continue
-            expected = plan(kind, batch, strategy, ranks, rank=rank, **more)
+            expected = plan(kind, batch, strategy, devices(strategy, ranks), rank=rank, **more)
             assert_true(planned(expected), found, (kind.__name__, expected.strategy, rank))
             if buckets:
                 assert sorted(t.bytes for t in expected.transfers if t.operation == "all_reduce") == buckets
+            assert (by_device is not None) == bool(expected.devices)
+            if by_device is not None:
+                held, moved = by_device
+                assert len(held) == len(expected.devices) == 2
+                for device, right in zip(expected.devices, held, strict=True):
+                    assert_true({name: getattr(device, name) for name in right}, right, rank)
+                assert sum(t.bytes for t in expected.transfers if t.operation == "copy") == moved > 0

@@ -19,6 +19,7 @@ from trainer import (
     DDPStrategy,
     FSDPStrategy,
     MisconfigurationException,
+    ModelParallelDDPStrategy,
     ModelParallelStrategy,
     TrainModule,
     compare_plans,
@@ -114,6 +115,76 @@ def test_shards_of_1024_ranks():
     assert sent["all_reduce", "replicate"] == (2, 2 * MATRIX // 8)
     expected = 6 * MATRIX * 7 / 8 / 4e11 + 2 * 127 / 128 * 2 * MATRIX / 8 / 5e10
     assert found.seconds() == pytest.approx(expected + 2 * 1023 / 1024 * 8 / 5e10)
+
+
+ROW = 4 * 512
+
+
+def test_devices_of_a_process_by_hand(tmp_path):
+    found = plan(Wide, X, ModelParallelDDPStrategy(2, "layers", micro_batches=2), 4, bandwidth=1e9)
+    assert (found.world_size, found.micro_batches, len(found.devices)) == (2, 2, 2)
+    for s, device in enumerate(found.devices):
+        state = (device.parameters, device.gradients, device.optimizer, device.buffers, device.communication)
+        assert state == (MATRIX, MATRIX, 2 * MATRIX + 4, 0, MATRIX + (32 if s == 0 else 0))  # on the first also what ranks wish
+        assert device.activations == 32 * ROW  # both halves of what goes into the layer
+    for name in ("parameters", "gradients", "optimizer", "activations", "communication", "total"):
+        assert getattr(found.memory, name) == sum(getattr(device, name) for device in found.devices)
+    # Two halves go to the second device and back to the first, and so do their gradients.
+    assert found.communicated() == {("copy", "device"): (8, 8 * 16 * ROW), ("all_reduce", "data"): (2, 2 * MATRIX + 32)}
+    assert found.seconds() == pytest.approx((8 * 16 * ROW + 2 * MATRIX + 32) / 1e9)
+    # A half of the batch is kept for the second device; of the first, the halves are views of one batch.
+    assert [device.recomputed for device in found.devices_checkpointed] == [32 * ROW, 16 * ROW]
+    assert found.checkpointed.total == sum(device.total for device in found.devices_checkpointed)
+    assert found.flops == plan(Wide, X).flops
+    assert found.flops_in_line() == found.flops * 3 / 4  # a half, both halves at once, a half
+    found.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["devices"][1]["total"] == found.devices[1].total
+    assert "of it all of device 1" in str(found)
+
+
+def test_what_both_devices_need_is_there_twice():
+    class Rectified(Wide):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Sequential(self.layers[0], torch.nn.ReLU()), self.layers[1])
+            self.scale = torch.nn.Parameter(torch.ones(512))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            return (self.layers(batch) * self.scale).mean()
+
+    found = plan(Rectified, X, ModelParallelDDPStrategy(2, "layers"), 2)
+    # The batch, what ReLU put out, and the output that came back to be scaled; on the other a copy of what ReLU put out.
+    assert [device.activations for device in found.devices] == [3 * 32 * ROW, 32 * ROW]
+    assert [device.parameters for device in found.devices] == [MATRIX + ROW, MATRIX]
+    assert found.transfers == (Transfer("copy", 32 * ROW, "device", 2),) * 4
+    assert plan(Rectified, X).memory.activations == 3 * 32 * ROW
+
+
+def test_layers_go_where_the_strategy_balances_them():
+    class Uneven(Wide):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(*(torch.nn.Linear(n, m, bias=False) for n, m in [(512, 64), (64, 64), (64, 512), (512, 512)]))
+
+    found = plan(Uneven, X, ModelParallelDDPStrategy(2, "layers"), 2)
+    assert [device.parameters for device in found.devices] == [(64 + 8 + 64) * ROW, 512 * ROW]
+
+
+def test_devices_of_a_process_in_order():
+    found = compare_plans(Wide, X, 8, 12 * MATRIX, bandwidth=1e9, speed=1e12, stack="layers")
+    by_name = {choice.strategy: choice for choice in found.choices}
+    times = [choice.seconds(1e12) / choice.plan.batches for choice in found.choices if choice.fits]
+    assert len(times) == 3
+    assert times == sorted(times)
+    assert found.best.strategy == "ddp"
+    spread = by_name["model_parallel_ddp, 2 devices"]
+    assert spread.fits
+    assert "a step takes 4 batches" in spread.reason
+    assert spread.total == spread.plan.devices[0].total < by_name["ddp"].total
+    assert spread.seconds(1e12) < by_name["ddp"].seconds(1e12)  # of a step, of half as many batches
+    assert "too few for 4 devices" in by_name["model_parallel_ddp, 4 devices"].reason
+    tight = compare_plans(Wide, X, 2, 6 * MATRIX, strategies=["ddp"], stack="layers")
+    assert [(c.strategy, c.fits) for c in tight.choices] == [("model_parallel_ddp, 2 devices", True), ("ddp", False)]
 
 
 def test_a_checkpointed_layer_is_computed_again_up_to_what_backward_needs():
@@ -215,6 +286,11 @@ class Closures(Wide):
         ((Wide, X, ModelParallelStrategy(2, 2), 6), {}, "data_parallel_size=2 x pipeline_parallel_size=1 x tensor_parallel_size=2 make 4 ranks"),
         ((Wide, X, ModelParallelStrategy(pipeline_parallel_size=4, stack="layers"), 4), {}, "2 layer.s., too few for 4 stages"),
         ((Wide, X, ModelParallelStrategy(pipeline_parallel_size=2), 2), {}, "names the nn.Sequential"),
+        ((Wide, X, ModelParallelDDPStrategy(2), 4), {}, "can be planned with a stack"),
+        ((Wide, X, ModelParallelDDPStrategy(2, "layers"), 3), {}, "3 devices on a node do not divide"),
+        ((Wide, X, ModelParallelDDPStrategy(2, "layers"), 4), {"rank": 2}, "must be one of the ranks 0 to 1"),
+        ((Wide, X, ModelParallelDDPStrategy(2, "layers"), 4), {"bandwidth": {"data": 1.0}}, "no number for 'device'"),
+        ((Wide, X, ModelParallelDDPStrategy(2, "layers", comm_hook=print), 4), {}, r"ModelParallelDDPStrategy\(comm_hook=...\) cannot be planned"),
         ((Wide, X, "dp", 1), {}, "strategy='dp' cannot be planned. These can"),
         ((Wide, X, DDPStrategy(comm_hook=print), 2), {}, "comm_hook=...\\) cannot be planned"),
         ((Wide, X, "ddp", 0), {}, r"world_size=0\) must be a whole number"),
@@ -293,6 +369,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         (["Model", "--memory", "1GB"], "no train_dataloader and no example_input_array"),
         (["Model", "--memory", "1GB", "--batch-shape", "2,x"], "must be whole numbers"),
         (["Model", "--strategy", "ddp", "--shard-size", "2", "--batch", "batch"], "belongs to --strategy fsdp"),
+        (["Model", "--strategy", "ddp", "--stack", "net", "--batch", "batch"], "--stack belongs to a comparison"),
         (["Model", "--strategy", "ddp", "--arg", "8", "--batch", "batch"], "must be NAME=VALUE"),
     ]:
         assert main([f"{script}:{arguments[0]}", *arguments[1:]]) == 1

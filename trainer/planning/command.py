@@ -44,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", metavar="FUNCTION", help="a function of the script that returns a batch")
     parser.add_argument("--strategy", help="plan this one; without it the usual ones are compared")
     parser.add_argument("--shard-size", type=int, help="of --strategy fsdp: ranks over which weights are cut")
-    parser.add_argument("--world-size", type=int, default=1, help="number of ranks (default 1)")
+    parser.add_argument("--stack", metavar="NAME", help="of a comparison: an nn.Sequential that model_parallel_ddp may spread over devices")
+    parser.add_argument("--world-size", type=int, default=1, help="number of devices (default 1)")
     parser.add_argument("--num-nodes", type=int, default=1, help="number of nodes on which they are (default 1)")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--accumulate-grad-batches", type=int, default=1)
@@ -61,8 +62,10 @@ def _answer(given: argparse.Namespace) -> Any:
     if given.strategy is None:
         if given.memory is None:
             raise MisconfigurationException("Give --memory (80GB) to compare strategies, or --strategy to plan one.")
-        found: Any = compare_plans(make, batch, given.world_size, given.memory, bandwidth=given.bandwidth, speed=given.speed, **settings)
+        found: Any = compare_plans(make, batch, given.world_size, given.memory, bandwidth=given.bandwidth, speed=given.speed, stack=given.stack, **settings)
     else:
+        if given.stack is not None:
+            raise MisconfigurationException("--stack belongs to a comparison of strategies: leave out --strategy.")
         if given.shard_size is not None and given.strategy != "fsdp":
             raise MisconfigurationException(f"--shard-size belongs to --strategy fsdp, not to {given.strategy!r}.")
         strategy = given.strategy if given.shard_size is None else FSDPStrategy(shard_size=given.shard_size)

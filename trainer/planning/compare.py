@@ -12,7 +12,13 @@ from typing import Any
 from trainer.errors import MisconfigurationException
 from trainer.planning.planner import plan
 from trainer.planning.report import Plan, readable
-from trainer.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from trainer.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelDDPStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 
 __all__ = ["Choice", "Comparison", "compare_plans"]
 
@@ -29,10 +35,10 @@ class Choice:
 
     @property
     def total(self) -> int | None:
-        """Bytes of the variant that was chosen."""
+        """Bytes of the variant that was chosen, on the device that needs most."""
         if self.plan is None:
             return None
-        memory = self.plan.checkpointed if self.checkpointed else self.plan.memory
+        memory = self.plan.fullest(self.checkpointed)
         return None if memory is None else memory.total
 
     def seconds(self, speed: float | None) -> float | None:
@@ -42,13 +48,12 @@ class Choice:
         sending = self.plan.seconds(self.checkpointed)
         if speed is None:
             return sending
-        flops = self.plan.flops_checkpointed if self.checkpointed else self.plan.flops
-        return (sending or 0.0) + (flops or 0) / speed
+        return (sending or 0.0) + self.plan.flops_in_line(self.checkpointed) / speed
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The choices, best first: those that fit by the time of a step, then those that do not by memory. Times are seconds."""
+    """The choices, best first: those that fit by the time that a batch takes, then those that do not by memory. Times are seconds, of a step."""
 
     memory: int
     speed: float | None
@@ -91,15 +96,22 @@ def compare_plans(
     num_nodes: int = 1,
     bandwidth: float | Mapping[str, float] | None = None,
     speed: float | None = None,
+    stack: str | None = None,
     **settings: Any,
 ) -> Comparison:
     """Plan a run with several strategies, and put those first that fit into `memory` and take the least time.
 
+    A step of some strategies takes fewer batches than there are devices, since several work on one. So it is the time of a step by the number of
+    batches in it that counts.
+
     Args:
-        model, batch, world_size, num_nodes, bandwidth, settings: as for `plan`. A bandwidth by dimension needs "data", "shard" and "replicate".
+        model, batch, world_size, num_nodes, bandwidth, settings: as for `plan`. A bandwidth by dimension needs "data", "shard" and "replicate",
+            and with a stack "device", for copies between the devices of a rank.
         memory: of a device, in bytes or as "80GB" (thousands) or "80GiB". Leave room: kernels need memory of their own, and allocators waste some.
         strategies: names or Strategy objects; default ddp, fsdp, fsdp with a copy of the weights on every node where there are several, and a
             single device where there is one rank.
+        stack: the name of an nn.Sequential that can be spread over several devices of one process: `model_parallel_ddp` is compared as well, with
+            each number of devices that divides those of a node, and as many micro-batches.
         speed: floating-point operations a second that a device really does; without it the time of messages alone counts.
 
     Raises:
@@ -107,7 +119,9 @@ def compare_plans(
     """
     limit = _bytes(memory)
     choices = []
-    for strategy in _usual(world_size, num_nodes) if strategies is None else strategies:
+    each = world_size // num_nodes
+    spread = [] if stack is None else [ModelParallelDDPStrategy(n, stack, micro_batches=n) for n in range(2, each + 1) if each % n == 0]
+    for strategy in [*(_usual(world_size, num_nodes) if strategies is None else strategies), *spread]:
         name = strategy if isinstance(strategy, str) else _name(strategy)
         try:
             found = plan(model, batch, strategy, world_size, num_nodes, bandwidth=bandwidth, **settings)
@@ -116,12 +130,12 @@ def compare_plans(
                 raise
             choices.append(Choice(name, False, False, f"not possible: {error}", None))
             continue
-        choices.append(_judged(name, found, limit))
+        choices.append(_judged(name, found, limit, world_size))
 
     def order(choice: Choice) -> tuple[Any, ...]:
         if not choice.fits:
             return (1, choice.total is None, choice.total or 0)
-        return (0, choice.checkpointed and speed is None, choice.seconds(speed) or 0.0, choice.total)
+        return (0, choice.checkpointed and speed is None, (choice.seconds(speed) or 0.0) / choice.plan.batches, choice.total)
 
     return Comparison(limit, speed, tuple(sorted(choices, key=order)))
 
@@ -135,16 +149,19 @@ def _usual(world_size: int, num_nodes: int) -> list[Strategy]:
 
 
 def _name(strategy: Strategy) -> str:
+    if isinstance(strategy, ModelParallelDDPStrategy) and strategy.devices_per_replica is not None:
+        return f"{strategy.name}, {strategy.devices_per_replica} devices"
     shard_size = getattr(strategy, "shard_size", None)
     return strategy.name if shard_size is None else f"{strategy.name}, shard_size={shard_size}"
 
 
-def _judged(name: str, found: Plan, limit: int) -> Choice:
-    plain, second = found.memory, found.checkpointed
+def _judged(name: str, found: Plan, limit: int, devices: int) -> Choice:
+    plain, second = found.fullest(), found.fullest(True)
+    fewer = f"; a step takes {found.batches} batches" if found.batches < devices else ""
     if plain.total <= limit:
-        return Choice(name, True, False, f"fits, {readable(limit - plain.total)} to spare", found)
+        return Choice(name, True, False, f"fits, {readable(limit - plain.total)} to spare{fewer}", found)
     if second is not None and second.total <= limit:
-        return Choice(name, True, True, f"fits with activation checkpointing ({readable(plain.total)} without)", found)
+        return Choice(name, True, True, f"fits with activation checkpointing ({readable(plain.total)} without){fewer}", found)
     least = plain if second is None or plain.total <= second.total else second
     if least.state > limit:
         reason = f"weights, gradients and optimizer alone are {readable(least.state)}"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from trainer.errors import MisconfigurationException
 from trainer.module import TrainModule
 
-__all__ = ["StandIn", "fake_batch", "fake_module", "fake_ranks", "named"]
+__all__ = ["StandIn", "fake_batch", "fake_module", "fake_ranks", "named", "stay"]
 
 _CPU = torch.device("cpu")
 
@@ -59,6 +59,12 @@ def fake_module(model: TrainModule | Callable[[], TrainModule], mode: FakeTensor
         raise MisconfigurationException(f"plan(model=...) must be a TrainModule or a function that makes one, got a {type(model).__name__}.")
     vars(model)["to"] = partial(_to, model)
     return model
+
+
+def stay(module: torch.nn.Module) -> None:
+    """Keep every part of `module` where it is, also when a strategy moves it by itself."""
+    for part in module.modules():
+        vars(part)["to"] = partial(_to, part)
 
 
 def _to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from trainer.errors import MisconfigurationException
 from trainer.planning.ranks import Job, Step, check_strategy, measure
 from trainer.planning.report import Plan
 from trainer.planning.stages import measure_pipeline
-from trainer.strategies import FSDPStrategy, Strategy
+from trainer.strategies import FSDPStrategy, ModelParallelDDPStrategy, Strategy
 
 __all__ = ["plan"]
 
@@ -39,7 +40,7 @@ def plan(
         model: a TrainModule, which is left as it is (on the device "meta" it needs no memory), or a function that makes one.
         batch: what a rank is given as a batch; of its tensors only shape and dtype count.
         strategy: a name or a Strategy, as for `Trainer`.
-        world_size: how many ranks, on `num_nodes` nodes.
+        world_size: how many devices, on `num_nodes` nodes; each is a rank, but with `model_parallel_ddp` several belong to one.
         precision: as for `Trainer`.
         accumulate_grad_batches: batches of a step.
         activation_checkpointing: the layers of the plan's second column, as for `Trainer`; None for the members of the module's outermost
@@ -56,19 +57,29 @@ def plan(
             raise MisconfigurationException(f"plan({name}={number!r}) must be a whole number >= 1.")
     if world_size % num_nodes:
         raise MisconfigurationException(f"plan: world_size={world_size} does not divide by num_nodes={num_nodes}. Every node has the same number of ranks.")
-    if rank is not None and not 0 <= rank < world_size:
-        raise MisconfigurationException(f"plan(rank={rank}) must be one of the ranks 0 to {world_size - 1}.")
     strategy = make_strategy(strategy, world_size)
     check_strategy(strategy)
+    devices = _devices_of_a_rank(strategy, world_size // num_nodes, num_nodes)
+    ranks = world_size // devices
+    if rank is not None and not 0 <= rank < ranks:
+        raise MisconfigurationException(f"plan(rank={rank}) must be one of the ranks 0 to {ranks - 1}.")
     precision = make_precision(precision, "cpu")
     if precision.scaler is not None:
         precision.scaler = None  # a number or two; to look for overflow it would need values
-    job = Job(model, batch, strategy, world_size, num_nodes, precision, accumulate_grad_batches)
+    job = Job(model, batch, strategy, ranks, num_nodes, precision, accumulate_grad_batches, devices)
     choice = layers_of(activation_checkpointing)
     rank, plain, second = _measured(job, rank, choice)
     found = _plan(job, rank, plain, second, bandwidth)
     _check_bandwidth(found)
     return found
+
+
+def _devices_of_a_rank(strategy: Strategy, each: int, num_nodes: int) -> int:
+    """Return how many of the `each` devices of a node are one rank's."""
+    if not isinstance(strategy, ModelParallelDDPStrategy):
+        return 1
+    copy.copy(strategy).check(each, num_nodes)
+    return each // strategy.processes(each)
 
 
 def _measured(job: Job, rank: int | None, choice: Any) -> tuple[int, Step, Step | None]:
@@ -84,6 +95,8 @@ def _plan(job: Job, rank: int, plain: Step, second: Step | None, bandwidth: Any)
     name = job.strategy.name
     if isinstance(job.strategy, FSDPStrategy) and job.strategy.shard_size is not None:
         name = f"{name}, shard_size={job.strategy.shard_size}"
+    if plain.devices:
+        name = f"{name}, {len(plain.devices)} devices each"
     return Plan(
         model=plain.model,
         strategy=name,
@@ -92,13 +105,16 @@ def _plan(job: Job, rank: int, plain: Step, second: Step | None, bandwidth: Any)
         rank=rank,
         precision=job.precision.precision,
         memory=plain.memory,
-        checkpointed=None if second is None else replace(second.memory, recomputed=max(plain.kept.values())),
+        checkpointed=None if second is None else replace(second.memory, recomputed=sum(plain.largest) if plain.devices else max(plain.kept.values())),
         layers=tuple(plain.kept),
         transfers=plain.transfers,
         transfers_checkpointed=None if second is None else second.transfers,
         flops=plain.flops,
         flops_checkpointed=None if second is None else second.flops,
         bandwidth=dict(bandwidth) if isinstance(bandwidth, Mapping) else bandwidth,
+        devices=plain.devices,
+        devices_checkpointed=None if second is None else tuple(replace(m, recomputed=n) for m, n in zip(second.devices, plain.largest, strict=True)),
+        micro_batches=plain.micro,
     )
 
 

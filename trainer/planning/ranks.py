@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,22 @@ from trainer.dist import Dist
 from trainer.errors import MisconfigurationException
 from trainer.loops.transfer import takes_index
 from trainer.optim import parse_optimizers
-from trainer.planning.fake import StandIn, fake_batch, fake_module, fake_ranks, named
+from trainer.planning.buckets import Buckets
+from trainer.planning.devices import Spread
+from trainer.planning.fake import (
+    StandIn,
+    fake_batch,
+    fake_module,
+    fake_ranks,
+    named,
+    stay,
+)
 from trainer.planning.report import Memory, Transfer
 from trainer.planning.watch import Saved, Watch, Where, size
 from trainer.strategies import (
     DDPStrategy,
     FSDPStrategy,
+    ModelParallelDDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
@@ -37,7 +48,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned, the same for all ranks. `batch` is one rank's, `accumulate` how many of them make a step."""
+    """What is planned, the same for all ranks. `batch` is one rank's, `accumulate` how many of them make a step.
+
+    A rank is a process, which owns `devices` devices.
+    """
 
     model: Any
     batch: Any
@@ -46,6 +60,7 @@ class Job:
     num_nodes: int
     precision: Any
     accumulate: int
+    devices: int = 1
 
     def world(self, rank: int) -> World:
         """Return the place of a rank; nodes are filled one after the other."""
@@ -55,7 +70,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step of one rank was seen to do. `kept`: the layers that are, or may be, checkpointed, and the bytes that each kept for backward."""
+    """What a step of one rank was seen to do. `kept`: the layers that are, or may be, checkpointed, and the bytes that each kept for backward.
+
+    Of a rank with several devices, by device: `devices`, and `largest`, the most that one call of such a layer kept. `micro`: parts of a batch.
+    """
 
     model: str
     memory: Memory
@@ -63,6 +81,9 @@ class Step:
     flops: int
     kept: dict[str, int]
     mesh: dict[str, int]
+    devices: tuple[Memory, ...] = ()
+    largest: tuple[int, ...] = ()
+    micro: int = 1
 
 
 def check_strategy(strategy: Strategy) -> None:
@@ -74,12 +95,13 @@ def check_strategy(strategy: Strategy) -> None:
     kind = type(strategy)
     if kind in (SingleDeviceStrategy, FSDPStrategy, ModelParallelStrategy):
         return
-    if kind is DDPStrategy:
+    if kind in (DDPStrategy, ModelParallelDDPStrategy):
         if strategy.comm_hook is not None:
-            raise MisconfigurationException("DDPStrategy(comm_hook=...) cannot be planned: what a hook sends is its own affair. Plan without it.")
+            raise MisconfigurationException(f"{kind.__name__}(comm_hook=...) cannot be planned: what a hook sends is its own affair. Plan without it.")
         return
     raise MisconfigurationException(
-        f"strategy={strategy.name!r} cannot be planned. These can: single_device, ddp, fsdp (FSDPStrategy), and ModelParallelStrategy."
+        f"strategy={strategy.name!r} cannot be planned. These can: single_device, ddp, fsdp (FSDPStrategy), "
+        "ModelParallelStrategy, and model_parallel_ddp (ModelParallelDDPStrategy) with a stack."
     )
 
 
@@ -108,7 +130,7 @@ class _Rank:
     def _groups(self) -> dict[str, str]:
         """Make the strategy's mesh, with real numbers, and return the names of its groups."""
         job, strategy, dist = self.job, self.strategy, self.dist
-        each = job.world_size // job.num_nodes
+        each = job.world_size // job.num_nodes * job.devices
         strategy.check(each, job.num_nodes)
         strategy.device(resolve("cpu", each), dist.world.local_rank)
         strategy.dist = dist
@@ -161,7 +183,11 @@ class _Rank:
             strategy.ddp_kwargs = {**strategy.ddp_kwargs, "init_sync": False}
         elif isinstance(strategy, ModelParallelStrategy):
             strategy._reduce = partial(self._reduced, strategy._reduce)
+        spreads = isinstance(strategy, ModelParallelDDPStrategy)
+        if spreads:
+            stay(self.module)
         strategy.setup(self.module, _CPU, self.dist)
+        self.spread = Spread(strategy) if spreads else None
 
     def _reduced(self, reduce: Any, tensor: torch.Tensor, op: Any = torch_dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce; of the question which gradients there are, which is read on the host, the answer is what this rank has."""
@@ -182,7 +208,7 @@ class _Rank:
 
     def _step(self, batch: Any, optimizers: list[torch.optim.Optimizer]) -> Step:
         """Take a step; the optimizers' states are made in the first one."""
-        strategy, buckets, self.watch = self.strategy, _Buckets(), Watch(self.names, self._held)
+        strategy, buckets, self.watch = self.strategy, Buckets(), Watch(self.names, self._held)
         strategy.wrap(training=True)  # DDP anew: it packs gradients again in its second step, for which it needs values
         ddp = getattr(strategy, "_ddp", None)
         if ddp is not None:
@@ -200,8 +226,14 @@ class _Rank:
                     optimizer.step()
         memory = self._memory(optimizers, saved, buckets)
         by_home = saved.by_home(self._own())
-        kept = {name: by_home.get(i, 0) for i, name in enumerate(self.parts)}
-        return Step(self.name, memory, tuple(self.watch.transfers), self.watch.flops, kept, self.mesh)
+        kept = {name: sum(n for (_, part, _), n in by_home.items() if part == i) for i, name in enumerate(self.parts)}
+        found = Step(self.name, memory, tuple(self.watch.transfers), self.watch.flops, kept, self.mesh)
+        return found if self.spread is None else self._by_device(found, self.spread, optimizers, by_home)
+
+    def _by_device(self, found: Step, spread: Spread, optimizers: list[torch.optim.Optimizer], kept: dict[Any, int]) -> Step:
+        activations = {s: sum(n for (device, _, _), n in kept.items() if device == s) for s in range(spread.count)}
+        devices = spread.memories(self.module, optimizers, activations, found.memory.communication)
+        return replace(found, devices=devices, largest=spread.largest(kept), micro=spread.micro)
 
     def _pass(self, step: Any, indexed: bool, batch: Any, watch: Watch) -> Saved:
         job, strategy = self.job, self.strategy
@@ -209,9 +241,10 @@ class _Rank:
             for i in range(job.accumulate):
                 last = i == job.accumulate - 1
                 where = Where(list(self.parts.values()))
-                saved = Saved(lambda where=where: where.now)
+                saved = Saved(lambda where=where: self._place(where))
+                devices = nullcontext() if self.spread is None else self.spread.watching(watch)
                 with strategy.sync_when(last):
-                    with where.watching(), saved.watching(), job.precision.forward_context():
+                    with where.watching(), devices, saved.watching(), job.precision.forward_context():
                         output = step(batch, i) if indexed else step(batch)
                     loss = loss_of(self.name, output)
                     if last and not self.dist.alone:
@@ -219,6 +252,10 @@ class _Rank:
                     loss.backward()
                 del output, loss
         return saved
+
+    def _place(self, where: Where) -> tuple[int, int | None, int]:
+        """The device that computes, which of the parts, and in which of its calls."""
+        return 0 if self.spread is None else self.spread.now, where.now, 0 if where.now is None else where.calls[where.now]
 
     def _blocks(self) -> dict[str, torch.nn.Module]:
         wanted = {id(part) for part in blocks_of(self.module, None)}
@@ -247,46 +284,3 @@ def loss_of(name: str, output: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise MisconfigurationException(f"{name}.training_step returned no loss, but a {type(output).__name__}.")
     return loss
-
-
-class _Buckets:
-    """The messages into which DDP packs gradients.
-
-    From the second step on DDP packs them in the order in which they came in the first, which torch does between ranks, with values. So
-    that order is noted here, and given to the same function of torch.
-    """
-
-    def __init__(self) -> None:
-        self.ddp: Any = None
-        self.memory = 0
-        self._first: list[int] = []
-        self._order: list[torch.Tensor] = []
-
-    def watch(self, ddp: Any) -> None:
-        """Take the place of DDP's reduction; note the gradients in their order."""
-        self.ddp = ddp
-        ddp.register_comm_hook(None, lambda _, bucket: self._keep(bucket))  # torch looks at the annotations of a function
-        for p in ddp.parameters():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._order.append)
-
-    def _keep(self, bucket: Any) -> Any:
-        self._first.append(size(bucket.buffer()))
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    def sizes(self) -> list[int]:
-        """Return the bytes of each message."""
-        ddp = self.ddp
-        if ddp is None:
-            return []
-        found = self._first
-        if ddp.static_graph or not ddp.find_unused_parameters:
-            cap = ddp.bucket_bytes_cap
-            order = list(dict.fromkeys(self._order))
-            first = torch_dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else cap
-            groups, _ = torch_dist._compute_bucket_assignment_by_size(order, [first, cap], [])
-            found = [size([order[i] for i in group]) for group in groups]
-        self.memory = 0 if ddp.gradient_as_bucket_view else sum(found)
-        return found

@@ -14,7 +14,7 @@ __all__ = ["Memory", "Plan", "Transfer", "readable"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. All of it is there at once when a forward pass ends: gradients of the step before are dropped after it.
+    """Bytes on one rank, or on one of its devices. All of it is there at once when a forward pass ends: gradients of the step before are dropped after it.
 
     `activations` is what autograd saved. `recomputed` is what backward makes again of the largest checkpointed layer. `communication` is
     what strategies hold beside: DDP's buckets; with FSDP the most of whole weights and messages at a time.
@@ -41,7 +41,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A message: `bytes` of the whole tensor (all-gather: of what comes out; reduce-scatter: of what goes in), across `ranks` ranks."""
+    """A message, or a copy to another device of the rank: `bytes` of the whole tensor (all-gather: of what comes out; reduce-scatter: of what goes in), across `ranks` ranks."""
 
     operation: str
     bytes: int
@@ -53,7 +53,7 @@ class Transfer:
         """The bytes that a rank sends at least, as a ring of ranks does.
 
         The factors are those of NVIDIA's nccl-tests, doc/PERFORMANCE.md ("bus bandwidth"): 2(n-1)/n of the tensor for an all-reduce,
-        (n-1)/n for an all-gather, a reduce-scatter or an all-to-all, and 1 for a broadcast and for a message to one rank. What is received
+        (n-1)/n for an all-gather, a reduce-scatter or an all-to-all, and 1 for a broadcast, a message to one rank and a copy. What is received
         from one rank comes while others are sent.
         """
         n = self.ranks
@@ -67,6 +67,9 @@ class Plan:
 
     `checkpointed` and `flops_checkpointed` are those with activation checkpointing of the layers `layers`; None where there are none to choose.
     `bandwidth` is in bytes a second, of one rank in one direction: a number, or one for each dimension.
+
+    `devices` has the memory of each device where a rank has several, `devices_checkpointed` the same with activation checkpointing; `memory` is
+    then their sum, and `micro_batches` the parts of a batch on its way through them.
     """
 
     model: str
@@ -83,6 +86,27 @@ class Plan:
     flops: int
     flops_checkpointed: int | None
     bandwidth: float | dict[str, float] | None = None
+    devices: tuple[Memory, ...] = ()
+    devices_checkpointed: tuple[Memory, ...] | None = None
+    micro_batches: int = 1
+
+    def fullest(self, checkpointed: bool = False) -> Memory | None:
+        """Return the memory of the device of this rank that needs most; None without such a column."""
+        devices = self.devices_checkpointed if checkpointed else self.devices
+        if devices:
+            return max(devices, key=lambda memory: memory.total)
+        return self.checkpointed if checkpointed else self.memory
+
+    @property
+    def batches(self) -> int:
+        """How many batches go through the model at once on all ranks."""
+        return self.mesh.get("data_parallel", self.world_size)
+
+    def flops_in_line(self, checkpointed: bool = False) -> float:
+        """Return the operations of a step that follow one another at least. M parts of a batch pass S devices in no fewer than M + S - 1 steps."""
+        flops = (self.flops_checkpointed if checkpointed else self.flops) or 0
+        stages, parts = max(1, len(self.devices)), self.micro_batches
+        return flops * (parts + stages - 1) / (parts * stages)
 
     def communicated(self, checkpointed: bool = False) -> dict[tuple[str, str], tuple[int, int]]:
         """Return (operation, dimension) -> (messages, bytes) of a step."""
@@ -112,12 +136,16 @@ class Plan:
         for f in fields(Memory):
             lines.append(_row(f"  {f.name}", *(readable(getattr(m, f.name)) for m in columns)))
         lines.append(_row("  total", *(readable(m.total) for m in columns)))
+        for s, device in enumerate(self.devices):
+            both = [device] + ([self.devices_checkpointed[s]] if self.devices_checkpointed else [])
+            lines.append(_row(f"  of it state of device {s}", *(readable(m.state) for m in both)))
+            lines.append(_row(f"  of it all of device {s}", *(readable(m.total) for m in both)))
         flops = [self.flops] + ([self.flops_checkpointed] if self.flops_checkpointed is not None else [])
         lines.append(_row("arithmetic of a step", *(readable(n, "FLOP") for n in flops)))
-        both = [self.communicated()] + ([self.communicated(True)] if self.checkpointed else [])
-        lines.append("messages of a step" + ("" if any(both) else ": none"))
-        for operation, dimension in dict.fromkeys(key for found in both for key in found):
-            texts = [f"{n} x, {readable(b)}" for n, b in (found.get((operation, dimension), (0, 0)) for found in both)]
+        sent = [self.communicated()] + ([self.communicated(True)] if self.checkpointed else [])
+        lines.append("messages of a step" + ("" if any(sent) else ": none"))
+        for operation, dimension in dict.fromkeys(key for found in sent for key in found):
+            texts = [f"{n} x, {readable(b)}" for n, b in (found.get((operation, dimension), (0, 0)) for found in sent)]
             lines.append(_row(f"  {operation} over {dimension}", *texts))
         if self.bandwidth is not None:
             times = [self.seconds()] + ([self.seconds(True)] if self.checkpointed else [])
@@ -132,6 +160,9 @@ class Plan:
         for name in ("memory", "checkpointed"):
             if found[name] is not None:
                 found[name]["total"] = getattr(self, name).total
+        for name in ("devices", "devices_checkpointed"):
+            for values, memory in zip(found[name] or (), getattr(self, name) or (), strict=True):
+                values["total"] = memory.total
         found["seconds"] = self.seconds()
         found["seconds_checkpointed"] = self.seconds(True) if self.checkpointed else None
         return found

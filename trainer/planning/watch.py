@@ -104,6 +104,8 @@ class Where:
         self.parts = parts
         self.passed = False
         """True once a part has ended."""
+        self.calls = [0] * len(parts)
+        """How often each began."""
         self._inside: list[int] = []
 
     @property
@@ -116,13 +118,17 @@ class Where:
         """The context of a forward pass."""
         handles = []
         for i, part in enumerate(self.parts):
-            handles.append(part.register_forward_pre_hook(lambda *_, i=i: self._inside.append(i)))
+            handles.append(part.register_forward_pre_hook(lambda *_, i=i: self._enter(i)))
             handles.append(part.register_forward_hook(lambda *_: self._leave(), always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _enter(self, i: int) -> None:
+        self._inside.append(i)
+        self.calls[i] += 1
 
     def _leave(self) -> None:
         self._inside.pop()
