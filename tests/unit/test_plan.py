@@ -137,6 +137,8 @@ def test_devices_of_a_process_by_hand(tmp_path):
     assert found.checkpointed.total == sum(device.total for device in found.devices_checkpointed)
     assert found.flops == plan(Wide, X).flops
     assert found.flops_in_line() == found.flops * 3 / 4  # a half, both halves at once, a half
+    stage = plan(Wide, X, strategy=ModelParallelStrategy(pipeline_parallel_size=2, stack="layers", micro_batches=2), world_size=2, rank=0)
+    assert stage.micro_batches == 2 and stage.flops_in_line() == stage.flops * 3 / 2  # it waits for the other while the last part is there
     found.save(tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text())["devices"][1]["total"] == found.devices[1].total
     assert "of it all of device 1" in str(found)

@@ -69,7 +69,7 @@ class Plan:
     `bandwidth` is in bytes a second, of one rank in one direction: a number, or one for each dimension.
 
     `devices` has the memory of each device where a rank has several, `devices_checkpointed` the same with activation checkpointing; `memory` is
-    then their sum, and `micro_batches` the parts of a batch on its way through them.
+    then their sum. `micro_batches` are the parts of a batch on its way through devices or stages.
     """
 
     model: str
@@ -103,10 +103,14 @@ class Plan:
         return self.mesh.get("data_parallel", self.world_size)
 
     def flops_in_line(self, checkpointed: bool = False) -> float:
-        """Return the operations of a step that follow one another at least. M parts of a batch pass S devices in no fewer than M + S - 1 steps."""
+        """Return the operations of a step that follow one another at least. M parts of a batch pass S stages in no fewer than M + S - 1 steps.
+
+        The stages are a rank's devices, or ranks of a pipeline (Huang et al. 2019, GPipe: a bubble of (S - 1) / (M + S - 1)).
+        """
         flops = (self.flops_checkpointed if checkpointed else self.flops) or 0
-        stages, parts = max(1, len(self.devices)), self.micro_batches
-        return flops * (parts + stages - 1) / (parts * stages)
+        here, parts = max(1, len(self.devices)), self.micro_batches
+        stages = max(here, self.mesh.get("pipeline_parallel", 1))
+        return flops / here * (parts + stages - 1) / parts
 
     def communicated(self, checkpointed: bool = False) -> dict[tuple[str, str], tuple[int, int]]:
         """Return (operation, dimension) -> (messages, bytes) of a step."""

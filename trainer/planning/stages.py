@@ -167,7 +167,7 @@ class _Pipeline:
         )
         mesh = dict(zip(DIMS, self.strategy.sizes, strict=True))
         layers = {name: n for name, n in self.layers.items() if self._home(name) == stage}
-        return Step(self.name, memory, tuple(self._transfers(stage, params)), self.job.accumulate * self.micro * self.flops[stage], layers, mesh)
+        return Step(self.name, memory, tuple(self._transfers(stage, params)), self.job.accumulate * self.micro * self.flops[stage], layers, mesh, micro=self.micro)
 
     def _home(self, name: str) -> int | None:
         """The stage of a layer that may be checkpointed."""
