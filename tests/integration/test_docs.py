@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
@@ -25,6 +26,7 @@ def blocks(page: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.filterwarnings("ignore")
 def test_the_code_of_a_page_runs(page: str) -> None:
+    torch.manual_seed(0)  # what a page draws without a seed of its own
     names: dict[str, Any] = {"__name__": "page"}  # no module of that name: the classes travel to ranks by value, as from a script
     for above, code in blocks(page):
         exec(compile("\n" * above + code, page, "exec", dont_inherit=True), names)  # the lines of a traceback are those of the page
