@@ -89,6 +89,8 @@ def main() -> None:
     trainer.fit(DigitNet(), datamodule=data, ckpt_path="last" if args.resume else None)
     results = trainer.test(datamodule=data, ckpt_path="best")
 
+    if not trainer.is_global_zero:  # under torchrun and srun every rank runs all of this
+        return
     here = os.path.relpath(os.path.dirname(sys.executable))
     print(f"\nTest accuracy: {100 * results[0]['test_acc']:.1f} %   (best checkpoint: {os.path.relpath(checkpoint.best_model_path)})")
     print(f"Dashboard:     {here}/tensorboard --logdir runs")
