@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from trainer.data.fetch import end_workers
 from trainer.data.shard import Cut, window_weights
+from trainer.data.workers import end_workers
 
 __all__ = ["Epoch", "ExactEpoch", "Group"]
 

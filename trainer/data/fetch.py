@@ -7,9 +7,7 @@ generators back, so fetching one batch earlier or later never shifts what the mo
 
 from __future__ import annotations
 
-import gc
 import random
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate, default
 from trainer.data.order import Order
 from trainer.data.purity import never_draws
 from trainer.data.shard import Cut
+from trainer.data.workers import sheltered
 from trainer.seed import derive, seed_rngs
-from trainer.signals import ENDING
 
-__all__ = ["MapFetch", "end_kept_workers", "end_workers", "guarded", "read", "rebuild", "straight", "tensor_batches"]
+__all__ = ["MapFetch", "guarded", "read", "rebuild", "straight", "tensor_batches"]
 
 _CHUNK = 256  # batches cut from an order at once; bounds what a look ahead holds
 
@@ -142,37 +140,6 @@ class Items:
         return self.now
 
 
-class WorkerInit:
-    """Show a worker's code the user's data set in `get_worker_info().dataset`, then run the user's `worker_init_fn`.
-
-    SIGTERM and SIGUSR1 do nothing to a worker: Slurm, or who signals a process group, sends them to all, and the rank still needs its
-    workers up to the boundary at which it saves. They end with the rank. (A handler, for what is ignored stays so in programs they start.)
-
-    What a forked worker inherits is never collected there: among it may be garbage of the rank (a process group, a DDP wrapper of
-    an earlier fit) whose destructor waits for threads that only the rank has.
-    """
-
-    def __init__(self, function: Callable[[int], None] | None) -> None:
-        self.function = function
-        self.collects = True
-
-    def __call__(self, worker_id: int) -> None:
-        gc.freeze()
-        if self.collects:
-            gc.enable()
-        for number in ENDING:
-            signal.signal(number, _nothing)
-            signal.siginterrupt(number, False)
-        info = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses plain assignment
-        if self.function is not None:
-            self.function(worker_id)
-
-
-def _nothing(number: int, frame: Any) -> None:
-    """The handler of a signal that is not for this process."""
-
-
 def identity(value: Any) -> Any:
     """Return `value`: the fetcher has collated already."""
     return value
@@ -193,7 +160,7 @@ def rebuild(loader: DataLoader, fetch: Any) -> DataLoader:
         collate_fn=identity,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=WorkerInit(loader.worker_init_fn) if workers else None,
+        worker_init_fn=loader.worker_init_fn if workers else None,
         multiprocessing_context=loader.multiprocessing_context if workers else None,
         generator=torch.Generator(),
         prefetch_factor=loader.prefetch_factor if workers else None,
@@ -214,36 +181,6 @@ def read(loader: DataLoader, items: Iterator[Any], seed: int) -> Iterator[Any]:
     if not straight(loader):
         loader.sampler.now = items
         loader.generator.manual_seed(seed)
-        return _start_workers(loader)
+        with sheltered(loader, keyed=True):
+            return iter(loader)
     return map(loader.dataset.__getitem__, items)
-
-
-def _start_workers(loader: DataLoader) -> Iterator[Any]:
-    """Return `iter(loader)`; between fork and `WorkerInit` a worker collects no garbage."""
-    collects = gc.isenabled()
-    if isinstance(loader.worker_init_fn, WorkerInit):
-        loader.worker_init_fn.collects = collects
-    gc.disable()
-    try:
-        iterator = iter(loader)
-    finally:
-        if collects:
-            gc.enable()
-    for worker in getattr(iterator, "_workers", ()):  # they do not hear SIGTERM, torch's last means to end one that does not come to an end
-        worker._popen.terminate = worker._popen.kill
-    return iterator
-
-
-def end_workers(iterator: Any) -> None:
-    """End the worker processes of a DataLoader's iterator now, whoever else still holds it (a traceback, say)."""
-    stop = getattr(iterator, "_shutdown_workers", None)
-    if stop is not None:
-        stop()
-
-
-def end_kept_workers(loader: Any) -> None:
-    """End the persistent workers of a DataLoader, which outlive its passes; the next pass starts new ones."""
-    iterator = getattr(loader, "_iterator", None)
-    if isinstance(loader, DataLoader) and iterator is not None:
-        end_workers(iterator)
-        loader._iterator = None

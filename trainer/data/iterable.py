@@ -16,10 +16,11 @@ from typing import Any
 from torch.utils.data import DataLoader, default_collate, default_convert, get_worker_info
 
 from trainer.data.epoch import Epoch
-from trainer.data.fetch import end_kept_workers, end_workers, guarded, read, rebuild
+from trainer.data.fetch import guarded, read, rebuild
 from trainer.data.open_epoch import Fetched, OpenEpoch, Stream, rest
 from trainer.data.selfsharding import shards_itself
 from trainer.data.source import DeclaredSource, Spec, declared_length
+from trainer.data.workers import end_kept_workers, end_workers
 from trainer.seed import derive, seed_rngs
 
 __all__ = ["StreamSource", "is_stateful"]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from trainer.data.epoch import Epoch
-from trainer.data.fetch import end_kept_workers, end_workers, guarded
+from trainer.data.fetch import guarded
 from trainer.data.iterable import is_stateful
 from trainer.data.open_epoch import Fetched, OpenEpoch, Stream, rest
 from trainer.data.selfsharding import shards_itself
 from trainer.data.source import DeclaredSource, Spec, declared_length
+from trainer.data.workers import end_kept_workers, end_workers, sheltered
 from trainer.seed import derive, seed_rngs
 
 __all__ = ["OpaqueSource"]
@@ -31,6 +35,7 @@ class OpaqueStream(Stream):
         self._source, self._epoch, self._prefix = source, epoch, prefix + source.suffix
         self._state, self._number = position.get("loader"), int(position.get("batches", 0))
         self._iterator: Iterator[Any] | None = None
+        self._begun = False
 
     def _start(self) -> None:
         source, loader = self._source, self._source.loader
@@ -39,7 +44,7 @@ class OpaqueStream(Stream):
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(self._epoch)
         drain, self._number = (0, self._number) if self._state is not None else (self._number, 0)
-        with guarded():
+        with guarded(), self._starting():
             if self._state is not None:
                 loader.load_state_dict(copy.deepcopy(self._state))
             seed_rngs(derive(source.spec.seed, "iter", self._prefix))
@@ -52,9 +57,15 @@ class OpaqueStream(Stream):
 
     def _pull(self) -> Any:
         number, self._number = self._number, self._number + 1
-        with guarded():
+        with guarded(), self._starting():
+            self._begun = True
             seed_rngs(derive(self._source.spec.seed, "batch", self._prefix, number))
             return next(self._iterator, _OUT)
+
+    def _starting(self) -> AbstractContextManager[None]:
+        """Around what may start workers: making the iterator, and its first batch where a user's `__iter__` is a generator."""
+        loader = self._source.loader
+        return sheltered(loader) if isinstance(loader, DataLoader) and not self._begun else nullcontext()
 
     def __next__(self) -> Fetched:
         if self._iterator is None:

@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from trainer.data.epoch import Epoch, ExactEpoch
-from trainer.data.fetch import MapFetch, end_kept_workers, identity, read, rebuild, straight, tensor_batches
+from trainer.data.fetch import MapFetch, identity, read, rebuild, straight, tensor_batches
 from trainer.data.order import Order, is_random, make_order, own_generator, sampler_length, sequential, unwrap_batches
 from trainer.data.selfsharding import ranked_sampler
 from trainer.data.shard import Cut
+from trainer.data.workers import end_kept_workers
 from trainer.errors import DataError, MisconfigurationException
 from trainer.seed import derive
 

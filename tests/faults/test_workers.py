@@ -1,0 +1,97 @@
+"""Loader workers when a process of the run is killed, also at the worst instant: while it asks the event that torch's workers and their rank share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.modules import Scalar, quiet
+from tests.helpers.ranks import RankError, run_ranks
+
+
+class Fatal(Dataset):
+    """The worker that gets sample 5 calls `act` with the event that tells workers to end."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 5:
+            frame = sys._getframe()
+            while frame.f_code.co_name != "_worker_loop":
+                frame = frame.f_back
+            self.act(frame.f_locals["done_event"])
+        return torch.ones(1)
+
+
+class Generated(DataLoader):
+    """Read as it is, not rebuilt."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def fit(act, kind=DataLoader, **options):
+    quiet(max_epochs=2).fit(Scalar(), kind(Fatal(act), num_workers=2, **options))
+
+
+def die(event):
+    if hasattr(event, "_cond"):  # Python's own has a lock, and then nobody else can ask or set it any more
+        event._cond.acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"kind": Generated}])
+def test_a_worker_that_is_killed_while_it_asks_ends_the_fit(options):
+    with pytest.raises(RuntimeError, match="killed by signal: Killed"):
+        run_ranks(fit, 1, timeout=60, act=die, **options)
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # whoever adopted it has not asked for it yet
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Generated])
+def test_workers_leave_with_a_rank_that_is_killed(tmp_path, kind):
+    """One of them is in the data set, and stays there."""
+
+    def kill_the_rank(event):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(3600)
+
+    def note(worker):
+        (tmp_path / f"worker{worker}").write_text(str(os.getpid()))
+
+    with pytest.raises(RankError, match="-9"):
+        run_ranks(fit, 1, act=kill_the_rank, kind=kind, worker_init_fn=note)
+    workers = [int(path.read_text()) for path in tmp_path.glob("worker?")]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 60
+    while not all(map(gone, workers)):
+        assert time.monotonic() < deadline, "workers are left"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Generated])
+def test_workers_do_not_hear_what_is_for_the_rank(kind):
+    """Slurm signals all processes of a job; the rank reads on up to the boundary at which it saves."""
+
+    def signalled(event):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    run_ranks(fit, 1, act=signalled, kind=kind)
