@@ -159,7 +159,7 @@ class ModelCheckpoint(Ranking):
             raise MisconfigurationException(f"ModelCheckpoint(dirpath={self.dirpath!r}): cannot write there: {trouble}")
         fresh = trainer.is_global_zero and self.save_top_k and not trainer.ckpt_path and not (self.best_model_path or self.last_model_path)
         if fresh and os.path.isdir(self.dirpath) and os.listdir(self.dirpath):
-            warnings.warn(f"ModelCheckpoint: {self.dirpath} is not empty; its files are kept.", stacklevel=2)
+            trainer.warn(f"ModelCheckpoint: {self.dirpath} is not empty; its files are kept.")
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Do what the run that is resumed was killed over: the rest of a save, or one that was due behind another callback's."""
@@ -312,7 +312,9 @@ class ModelCheckpoint(Ranking):
 
     def _fill(self, template: str, values: dict[str, Any]) -> str:
         def absent(name: str) -> int:
-            self._warn_once(f"ModelCheckpoint: no metric {name!r} for the file name {template!r}, 0 is written.{nearest(name, values)}")
+            if self._first(f"field {name}"):
+                message = f"ModelCheckpoint: no metric {name!r} for the file name {template!r}, 0 is written.{nearest(name, values)}"
+                warnings.warn(message, stacklevel=2)
             return 0
 
         return fill_name(template, values, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR, absent)

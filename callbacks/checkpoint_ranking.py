@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -42,8 +41,7 @@ class Ranking(SaveTriggers):
         self.current_score: torch.Tensor | None = None
         self.last_model_path = ""
         self._link_only_path = ""  # a file that only the link `last` keeps alive
-        self._warned: set[str] = set()
-        self._told_stale = False
+        self._told: set[str] = set()
 
     def _books(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.BOOKS}
@@ -58,21 +56,19 @@ class Ranking(SaveTriggers):
         if self.monitor in values:
             measured = trainer.metric_steps.get(self.monitor, trainer.global_step)
             if measured != trainer.global_step:
-                if self.every_n_train_steps and not self._told_stale and trainer.is_global_zero:
-                    self._told_stale = True
-                    warnings.warn(
+                if self.every_n_train_steps and self._first("stale"):
+                    trainer.warn(
                         f"ModelCheckpoint: {self.monitor!r} was measured at step {max(measured, 0)}, not at step {trainer.global_step}, so this "
                         "state is not ranked and can never be 'best'. Validate at the steps that save (val_check_interval), or give the ranking to a "
                         "second ModelCheckpoint that saves after validations.",
-                        stacklevel=2,
                     )
                 return None
             self.current_score = torch.as_tensor(values[self.monitor]).detach().clone()
             return self.current_score
         if self._epoch_end_step >= 0 and (self._validated or not self._awaits_validation):
             raise missing_monitor("ModelCheckpoint", self.monitor, set(values) - {"epoch", "step"}, "Call self.log() with this name.")
-        if trainer.is_global_zero:
-            self._warn_once(f"ModelCheckpoint: there is no {self.monitor!r} yet. Nothing is ranked until there is.")
+        if self._first("unknown"):
+            trainer.warn(f"ModelCheckpoint: there is no {self.monitor!r} yet. Nothing is ranked until there is.")
         return None
 
     def _wanted(self, score: torch.Tensor | None) -> bool:
@@ -124,7 +120,8 @@ class Ranking(SaveTriggers):
         self.best_model_path = "" if best_is_nan else best
         self.best_model_score = None if best_is_nan else self.best_k_models[best]
 
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, stacklevel=2)
+    def _first(self, what: str) -> bool:
+        """True the first time that `what` is to be told."""
+        first = what not in self._told
+        self._told.add(what)
+        return first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -150,7 +149,7 @@ class EarlyStopping(Callback):
             )
             if self.strict:
                 raise error
-            warnings.warn(str(error), stacklevel=2)
+            trainer.warn(str(error))
             return
         current = metrics[self.monitor]
         reason, message = self._judge(torch.as_tensor(current).detach().squeeze())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -57,7 +56,7 @@ class LearningRateMonitor(Callback):
         if not trainer.loggers:
             raise MisconfigurationException("LearningRateMonitor: the trainer has no logger. Give it one, or drop this callback.")
         if not trainer.lr_scheduler_configs:
-            warnings.warn("LearningRateMonitor: there is no learning-rate scheduler; the rates will be constant.", stacklevel=2)
+            trainer.warn("LearningRateMonitor: there is no learning-rate scheduler; the rates will be constant.")
         self._name(trainer)
         self._logged_step = -1
 

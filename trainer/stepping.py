@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ class Stepping:
                 "self.automatic_optimization = False and step them in training_step, or return one with parameter groups."
             )
         if not self.optimizers:
-            warnings.warn("configure_optimizers returned None: the weights will not change.", stacklevel=2)
+            self.trainer.warn("configure_optimizers returned None: the weights will not change.")
         self.step_optimizers = [StepOptimizer(o, self.take_step) for o in self.optimizers]
         for callback in self.callbacks:
             if hasattr(callback, "regroup"):  # finetuning that goes on: parameter groups as they were when it was saved
@@ -184,5 +183,5 @@ class Stepping:
         message = f"A scheduler watches {config.monitor!r}, which was not logged. There are: {', '.join(metrics) or 'none'}."
         if config.strict:
             raise MisconfigurationException(message)
-        warnings.warn(message, stacklevel=2)
+        self.trainer.warn(message)
         return None

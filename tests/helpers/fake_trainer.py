@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,10 @@ class FakeTrainer(SimpleNamespace):
 
     def print(self, *args: Any) -> None:
         self.printed.append(" ".join(map(str, args)))
+
+    def warn(self, message: str) -> None:
+        if self.is_global_zero:
+            warnings.warn(message, stacklevel=2)
 
     # -- what tests call -------------------------------------------------------------------------------------------------
 
