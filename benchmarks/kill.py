@@ -33,8 +33,11 @@ def at_random(folder: Path, kills: int, chance: random.Random, options: list[str
     while len(done) < kills:
         run += 1
         place = folder / f"run{run}"
-        wrong += survive(place, min(10, kills - len(done)), chance, *options, show=done.append)
-        wrong += [f"{place.name}: {line}" for line in differences(outcome(place), expected)]
+        found = survive(place, min(10, kills - len(done)), chance, *options, show=done.append)
+        found += [f"{place.name}: {line}" for line in differences(outcome(place), expected)]
+        if found:
+            print(*found, *done[-10:], sep="\n", flush=True)
+        wrong += found
     return len(done), wrong
 
 
@@ -50,7 +53,10 @@ def at_every_call(folder: Path) -> tuple[int, list[str]]:
             run_ranks(counted, 1, folder=place, die_at=n)
         except RankError:
             run_ranks(counted, 1, folder=place)
-        wrong += [f"call {n} ({name}): {line}" for line in differences(outcome(place), expected)]
+        found = [f"call {n} ({name}): {line}" for line in differences(outcome(place), expected)]
+        if found:
+            print(*found, sep="\n", flush=True)
+        wrong += found
     return len(calls), wrong
 
 
@@ -71,8 +77,6 @@ def main() -> None:
         start = time.monotonic()
         count, found = at_every_call(Path(folder, "calls"))
         print(f"ahead of every call to the file system: {count} kills, {len(found)} differences, {time.monotonic() - start:.0f} s")
-    for line in wrong + found:
-        print(line)
     sys.exit(bool(wrong + found))
 
 

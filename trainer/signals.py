@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from typing import Any
+
+from torch.utils.data import get_worker_info
 
 __all__ = ["ENDING", "SIGNALS", "STOP", "USR1", "Notice", "caught_natively"]
 
@@ -31,6 +34,7 @@ class Notice:
         self.bits = 0
         self.waits = False  # True from the moment on when there is a boundary to wait for
         self._before: dict[int, Any] = {}
+        self._process = os.getpid()
 
     def install(self) -> None:
         """Listen from now on. Handlers of the user's are called as well."""
@@ -55,6 +59,9 @@ class Notice:
         return "SIGTERM" if self.bits & TERM else "SIGUSR1"
 
     def _note(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:
+            self._note_in_a_fork(number)
+            return
         self.bits |= ENDING[number]
         handler = self._before.get(number)
         if callable(handler):
@@ -62,6 +69,17 @@ class Notice:
         if not self.waits:  # setting up: there is nothing to save yet, so it ends here, as on Ctrl-C
             self.waits = True
             raise self.error
+
+    def _note_in_a_fork(self, number: int) -> None:
+        """Do in a process that was forked during the fit what the signal did before the fit: who made the process may want to end it.
+
+        A worker of a loader class of the user's own leaves the first one to the rank, which still needs it, as workers that we start do.
+        """
+        if get_worker_info() is not None and not self.bits & ENDING[number]:
+            self.bits |= ENDING[number]
+            return
+        signal.signal(number, self._before[number])
+        signal.raise_signal(number)
 
 
 def caught_natively(number: int) -> bool:

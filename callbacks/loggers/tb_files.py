@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["event_files", "forget", "forget_hparams", "in_order", "join", "scalars", "session_end", "session_start", "start_after", "text"]
+__all__ = ["SESSION_END", "event_files", "forget", "forget_hparams", "in_order", "join", "scalars", "session_end", "session_start", "start_after", "text"]
 
 _EVENTS = "events.out.tfevents"
-_SESSION_END = "_hparams_/session_end_info"
+SESSION_END = "_hparams_/session_end_info"
 _SESSION_START = "_hparams_/session_start_info"
 
 
@@ -29,30 +29,35 @@ def in_order(paths: Iterable[str]) -> list[str]:
     return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", os.path.basename(path))])
 
 
-def forget(path: str, step: float, tag: str = _SESSION_END) -> None:
-    """Take out of an event file what belongs to later steps than `step`, records named `tag`, and half a record of a writer that was killed.
+def forget(path: str, step: float, tags: Iterable[str] = ()) -> int:
+    """Take out of an event file what belongs to later steps than `step`, records named in `tags`, and half a record of a writer that was killed.
+
+    Return the newest step that is left.
 
     Readers have means of their own to drop what a resumed run does again (`start_after`), but not all of them, and not for every kind of record.
     """
     from tensorboard.compat.proto.event_pb2 import Event
 
+    tags, newest = set(tags), 0
     kept, temporary = 0, os.path.join(os.path.dirname(path), f"{uuid.uuid4().hex}.tmp")  # a name that nobody takes for an event file's
     try:
         with open(path, "rb") as file, open(temporary, "wb") as copy:
             for record in _records(file):
                 event = Event.FromString(record[12:-4])
-                if event.step <= step and not any(value.tag == tag for value in event.summary.value):
+                if event.step <= step and not any(value.tag in tags for value in event.summary.value):
                     kept += copy.write(record)
+                    newest = max(newest, event.step)
         if kept < os.path.getsize(path):
             os.replace(temporary, path)
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
+    return newest
 
 
 def forget_hparams(path: str) -> None:
     """Take the hyper-parameters out of an event file: of several records readers believe the first, and a run that goes on may have others."""
-    forget(path, float("inf"), _SESSION_START)
+    forget(path, float("inf"), [_SESSION_START])
 
 
 def join(first: str, later: list[str]) -> None:

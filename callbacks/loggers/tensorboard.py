@@ -79,7 +79,7 @@ class TensorBoardLogger(FileLogger):
         self._writers: dict[str, Any] = {}  # folder -> SummaryWriter, open
         self._files: dict[str, list[str]] = {}  # folder -> the event files of this run, which become one
         self._earlier: dict[str, int] = {}  # event files of the run that is resumed -> bytes
-        self._trained = False  # a fit published since the writers were opened
+        self._fits = self._trained = False  # since the writers were opened there was a fit; and it published
         self.hparams: dict[str, Any] = {}
         self._layout = layout
         self._log_config = log_config
@@ -94,7 +94,7 @@ class TensorBoardLogger(FileLogger):
     def __getstate__(self) -> dict[str, Any]:
         for writer in self._writers.values():
             writer.flush()
-        return {**super().__getstate__(), "_writers": {}, "_trained": False}
+        return {**super().__getstate__(), "_writers": {}, "_fits": False, "_trained": False}
 
     @property
     def log_dir(self) -> str | None:
@@ -134,18 +134,19 @@ class TensorBoardLogger(FileLogger):
         super().publish(metrics, step, stage)
 
     def _continue_after(self, step: int) -> None:
-        folder = str(self.log_dir)
-        self._last_step, self._epoch_step, self._laid_out = min(self._last_step, step), -1, False
+        folder, newest = str(self.log_dir), []
+        ends = [tb_files.SESSION_END, *(self._label(f"best/{name}") for numbers in self._best.values() for name in numbers)]  # its end gives them anew
         for place in (folder, os.path.join(folder, "val"), os.path.join(folder, "test")):
             known = self._files.get(place, [])
             in_use = known[-1:] if place in self._writers else []  # something was logged by hand ahead of the fit
             earlier = [path for path in tb_files.event_files(place) if path not in in_use]
             for path in earlier:
-                tb_files.forget(path, step)
+                newest.append(tb_files.forget(path, step, ends))
             if earlier:
                 self._earlier.update({path: os.path.getsize(path) for path in earlier if path not in known})
                 self._files[place] = earlier + in_use
                 self._writer_at(place).file_writer.add_event(tb_files.start_after(step), step + 1)  # for a reader that has read them
+        self._fits, self._last_step, self._epoch_step, self._laid_out = True, max(newest, default=step), -1, False
 
     def _publish_evaluation(self, metrics: dict[str, float], step: int, stage: str) -> None:
         both = {n: v for n, v in metrics.items() if self._shared(n)}
@@ -289,10 +290,10 @@ class TensorBoardLogger(FileLogger):
         """Write the best values and how the run ended, and close the files."""
         self.settle()
         success = status in ("success", "finished")
-        if self._writers and self._trained:
+        if self._writers and (self._trained or (self._fits and success)):  # one that resumes at its end owes what a killed one did not write
             self._write_best(self._last_step if success else self._last_step + 1)  # where a run that is resumed takes it back
-        if self._writers and self._trained and self.hparams:
-            self.experiment.file_writer.add_summary(tb_files.session_end(success), self._last_step)
+            if self.hparams:
+                self.experiment.file_writer.add_summary(tb_files.session_end(success), self._last_step)
         self._close()
 
     def _write_best(self, step: int) -> None:
@@ -312,7 +313,7 @@ class TensorBoardLogger(FileLogger):
             if len(mine) > 1:
                 tb_files.join(mine[0], mine[1:])
             self._files[folder] = mine[:1]
-        self._writers, self._trained, self._earlier = {}, False, {}
+        self._writers, self._fits, self._trained, self._earlier = {}, False, False, {}
 
     def _grown(self, path: str) -> bool:
         """True for an earlier event file that another process writes at the same time: it is left alone."""
@@ -321,9 +322,10 @@ class TensorBoardLogger(FileLogger):
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": {stage: dict(numbers) for stage, numbers in self._best.items()}}
+        return {"best": {stage: dict(numbers) for stage, numbers in self._best.items()}, "train_names": sorted(self._train_names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._train_names |= frozenset(state_dict.get("train_names", ()))
         for stage, numbers in state_dict.get("best", {}).items():
             if stage in self._best and isinstance(numbers, dict):  # files of earlier versions did not tell the stages apart
                 self._best[stage] = dict(numbers)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
 
 import pytest
 
-from tests.helpers.killed import count_calls, differences, outcome, survive, train
+from tests.helpers.killed import Begun, count_calls, differences, outcome, survive, train
 from tests.helpers.ranks import RankError, run_ranks
 
 
@@ -41,3 +43,22 @@ def test_any_process_of_two_ranks_at_random_instants(tmp_path):
     assert survive(tmp_path / "whole", 0, random.Random(), *options) == []
     assert survive(tmp_path / "killed", 2, random.Random(5), *options) == []
     assert differences(outcome(tmp_path / "killed"), outcome(tmp_path / "whole")) == []
+
+
+def test_behind_the_last_save(tmp_path):
+    """What loggers write at the end is still owed, once: also when the finished run is started again."""
+
+    def killed(folder):
+        Begun.on_train_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        train(folder, epochs=1)
+
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    run_ranks(train, 1, folder=tmp_path / "whole", epochs=1)
+    with pytest.raises(RankError, match="-9"):
+        run_ranks(killed, 1, folder=tmp_path / "killed")
+    expected = outcome(tmp_path / "whole")
+    assert expected["points tb/run best/val"][0][0] == 11
+    for _ in range(2):
+        run_ranks(train, 1, folder=tmp_path / "killed", epochs=1)
+        assert differences(outcome(tmp_path / "killed"), expected) == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from callbacks import CSVLogger, ModelCheckpoint, TensorBoardLogger
 from tests.helpers.modules import Scalar, loader, quiet
@@ -103,6 +103,27 @@ def test_c38_hyperparameters_of_two_runs_with_their_real_results(own_directory: 
         assert len(list(folder.rglob("events.out.tfevents*"))) == 1
     assert last == pytest.approx({0.1: -0.1, 0.01: -0.17})
     assert best == pytest.approx({0.1: 0.0, 0.01: -0.17}, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Nothing to do")
+def test_a_fit_that_resumes_at_its_end_leaves_the_files_as_they_were(own_directory: Path) -> None:
+    """Loss is logged in training and validation: its best one belongs to the sub-run val."""
+
+    class Validating(Both):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.log("loss", (self.w + 0.2).abs())
+
+    found = []
+    for _ in range(2):
+        quiet(max_epochs=3, logger=TensorBoardLogger(), callbacks=[ModelCheckpoint("saved", save_last=True)], log_every_n_steps=1).fit(
+            Validating(0.1), loader([1]), loader([1]), ckpt_path="auto"
+        )
+        events = [read(own_directory / "runs" / "version_0" / place) for place in ("", "val")]
+        found.append([{tag: [(e.step, e.value) for e in one.Scalars(tag)] for tag in one.Tags()["scalars"]} for one in events])
+        ended = events[0].SummaryMetadata(metadata.SESSION_END_INFO_TAG).plugin_data.content
+        assert plugin_data_pb2.HParamsPluginData.FromString(ended).session_end_info.status == api_pb2.Status.Value("STATUS_SUCCESS")
+    assert found[0] == found[1]
+    assert found[0][1]["best/loss"] == [(3, pytest.approx(0.0, abs=1e-6))] and "best/loss" not in found[0][0]
 
 
 def test_hyperparameters_of_module_and_data_module_unless_told_not_to(own_directory: Path) -> None:

@@ -17,7 +17,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from callbacks import Logger, TensorBoardLogger
 from callbacks.errors import MisconfigurationException
-from callbacks.loggers.tb_files import event_files, forget
+from callbacks.loggers.tb_files import SESSION_END, event_files, forget
 from callbacks.loggers.tb_layout import Charts
 from tests.helpers.fake_trainer import FakeTrainer
 from tests.helpers.modules import Scalar, loader, quiet
@@ -292,12 +292,12 @@ def test_the_files_forget_later_steps_and_how_the_run_ended(tmp_path: Path) -> N
     whole = Path(file).read_bytes()
     for torn in (0, 5, 20):  # bytes that a killed writer left behind
         Path(file).write_bytes(whole + whole[:torn])
-        forget(file, 3)
+        assert forget(file, 3, [SESSION_END]) == 3
         events = read(logger)
         assert [e.step for e in events.Scalars("loss")] == [e.step for e in events.Tensors("t")] == [1, 2, 3]
         assert "_hparams_/session_start_info" in events.summary_metadata and "_hparams_/session_end_info" not in events.summary_metadata
         size = Path(file).stat().st_size
-        forget(file, 3)
+        forget(file, 3, [SESSION_END])
         assert Path(file).stat().st_size == size
     assert sorted(p.name for p in Path(logger.log_dir).iterdir()) == sorted([Path(file).name, "hparams.yaml"])
 
