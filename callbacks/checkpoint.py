@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from callbacks.checkpoint_claims import claim, release
+from callbacks.checkpoint_claims import claim, release, release_of_the_dead
 from callbacks.checkpoint_files import PREEMPTED, absolute, check_name, fill_name, point, remove, why_unwritable
 from callbacks.checkpoint_ranking import Ranking
 from callbacks.errors import MisconfigurationException, nearest
@@ -165,6 +165,8 @@ class ModelCheckpoint(Ranking):
         """Do what the run that is resumed was killed over: the rest of a save, or one that was due behind another callback's."""
         self._asked_epoch = trainer.current_epoch
         if self._rest is not None and not self._skip(trainer):
+            if trainer.is_global_zero and self._rest["path"]:
+                release_of_the_dead(self._rest["path"])
             if not trainer.broadcast(trainer.is_global_zero and self._complete(trainer)):
                 trainer.write_checkpoint(self._rest_of_save(trainer), weights_only=self.save_weights_only)
             self._rest = None

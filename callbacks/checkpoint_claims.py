@@ -11,7 +11,7 @@ import platform
 import time
 import uuid
 
-__all__ = ["claim", "release"]
+__all__ = ["claim", "release", "release_of_the_dead"]
 
 _ABANDONED_S = 24 * 3600.0  # nobody writes one file for so long
 
@@ -45,6 +45,11 @@ def release(path: str) -> None:
     with contextlib.suppress(OSError):
         if os.readlink(mark) == _owner():
             os.remove(mark)
+
+
+def release_of_the_dead(path: str) -> None:
+    """Remove the claim that a process left on `path` when it was killed behind its save; who lives keeps it."""
+    _drop_dead(_mark(path))
 
 
 def _mark(path: str) -> str:

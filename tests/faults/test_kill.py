@@ -46,19 +46,22 @@ def test_any_process_of_two_ranks_at_random_instants(tmp_path):
 
 
 def test_behind_the_last_save(tmp_path):
-    """What loggers write at the end is still owed, once: also when the finished run is started again."""
+    """What callbacks and loggers do at the end is still owed, once: also when the finished run is started again."""
 
     def killed(folder):
         Begun.on_train_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         train(folder, epochs=1)
 
-    for name in ("whole", "killed"):
+    for name in ("whole", "save", "end"):
         (tmp_path / name).mkdir()
-    run_ranks(train, 1, folder=tmp_path / "whole", epochs=1)
-    with pytest.raises(RankError, match="-9"):
-        run_ranks(killed, 1, folder=tmp_path / "killed")
+    (calls,) = run_ranks(counted, 1, folder=tmp_path / "whole")
+    assert calls[-2:] == ["remove", "replace"]  # the claim on the file's name; the weights, behind the fit
     expected = outcome(tmp_path / "whole")
     assert expected["points tb/run best/val"][0][0] == 11
-    for _ in range(2):
-        run_ranks(train, 1, folder=tmp_path / "killed", epochs=1)
-        assert differences(outcome(tmp_path / "killed"), expected) == []
+    with pytest.raises(RankError, match="-9"):
+        run_ranks(counted, 1, folder=tmp_path / "save", die_at=len(calls) - 2)
+    with pytest.raises(RankError, match="-9"):
+        run_ranks(killed, 1, folder=tmp_path / "end")
+    for name in ("save", "end", "end"):
+        run_ranks(train, 1, folder=tmp_path / name, epochs=1)
+        assert differences(outcome(tmp_path / name), expected) == []
