@@ -20,6 +20,9 @@ from trainer.module import TrainModule
 
 __all__ = ["StandIn", "fake_batch", "fake_module", "fake_ranks", "named", "stay"]
 
+if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):  # older torch knows collectives of fake tensors when asked
+    import torch.distributed._tools.fake_collectives
+
 _CPU = torch.device("cpu")
 
 
