@@ -165,13 +165,22 @@ class Drive:
         with self.context():
             kinds = kinds_between(stages, read_header(header))
         given = torch.empty(1, dtype=torch.int64, device="meta") if stages.index == 0 else _meta(kinds[stages.index - 1])
-        stage = PipelineStage(
+        stage = _Stage(
             _Layers(self), stages.index, stages.count, stages.device, given, _meta(kinds[stages.index]), group=stages.line.group
         )
         kind = get_schedule_class(self.schedule)
-        if count < stages.count:  # torch's 1F1B wants a micro-batch for each stage
+        if count < stages.count:  # torch's 1F1B wants a micro-batch for each stage; GPipe needs none, but older torch refuses
             kind = ScheduleGPipe
-        return kind(stage, count, loss_fn=self.tail, scale_grads=False)
+        engine = kind(stage, max(count, stages.count), loss_fn=self.tail, scale_grads=False)
+        engine._n_microbatches = count
+        return engine
+
+
+class _Stage(PipelineStage):
+    """Torch's stage without the greeting that opens NCCL's connections: on the CPU torch 2.9 sends more bytes of it than are received."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
 
 class _Layers(torch.nn.Module):
