@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -106,6 +108,7 @@ def point(link: str, target: str) -> None:
 
 
 def _temporary(path: str) -> str:
-    """Return a hidden name beside `path`; the trainer clears such names when their process is long dead."""
+    """Return a hidden name beside `path`, with this process and machine in it; the trainer clears such names when their process is dead."""
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name[:200]}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+    machine = hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
+    return os.path.join(folder, f".{name[:200]}.{os.getpid()}.{machine}{uuid.uuid4().hex[:8]}.tmp")

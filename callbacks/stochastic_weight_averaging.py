@@ -173,6 +173,8 @@ class StochasticWeightAveraging(WeightAveraging):
             checkpoint["averaged_model_state"] = self._other_state(trainer, module)
         if resumable:
             state = None if self._scheduler is None else self._scheduler.state_dict()
+            if state is not None:
+                state.pop("anneal_func", None)  # a function, which older torch lists, too
             checkpoint["averaging_state"] = {"n_averaged": self.n_averaged, "swa_scheduler": state}
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:

@@ -71,15 +71,14 @@ class Notice:
             raise self.error
 
     def _note_in_a_fork(self, number: int) -> None:
-        """Do in a process that was forked during the fit what the signal did before the fit: who made the process may want to end it.
+        """Do in a process that was forked during the fit what the signal did before it: who made the process may want to end it.
 
-        A worker of a loader class of the user's own leaves the first one to the rank, which still needs it, as workers that we start do.
+        Workers of a loader class of the user's own are spared: the rank still needs them up to the boundary. (SIGTERM they do not
+        hear here, as torch gives them a handler of its own.)
         """
-        if get_worker_info() is not None and not self.bits & ENDING[number]:
-            self.bits |= ENDING[number]
-            return
-        signal.signal(number, self._before[number])
-        signal.raise_signal(number)
+        if get_worker_info() is None:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
 
 
 def caught_natively(number: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -190,6 +191,32 @@ def test_the_users_handlers_are_called_and_put_back():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("handler", "code"), [(signal.SIG_DFL, -signal.SIGTERM), (lambda number, frame: os._exit(7), 7)])
+def test_a_process_that_a_hook_forks_ends_by_a_signal_as_without_us(handler, code):
+    ended = []
+
+    class Forks(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            context = multiprocessing.get_context("fork")
+            begun = context.Event()
+            process = context.Process(target=lambda: begun.set() or time.sleep(60), daemon=True)
+            process.start()
+            assert begun.wait(60)
+            process.terminate()
+            process.join(20)
+            ended.append(process.exitcode)
+            process.kill()
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        trainer = quiet(max_steps=1, callbacks=[Forks()])
+        trainer.fit(Scalar(), loader(range(4)))
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == [code] and not trainer.received_sigterm
 
 
 def test_what_cannot_be_put_back_is_left_alone(tmp_path):

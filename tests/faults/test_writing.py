@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from callbacks import Callback, ModelCheckpoint
+from callbacks import Callback, ModelCheckpoint, checkpoint_files
 from tests.helpers.modules import Scalar, loader, quiet
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resume import EveryStep, assert_continues, noisy_loader, train
@@ -147,12 +147,13 @@ def test_leftovers_of_killed_writers_go_and_those_of_live_ones_stay(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
 
-    def left_by(pid, name):
-        return tmp_path / temporary.temporary_name(name).replace(f".{os.getpid()}.", f".{pid}.")
+    def left_by(pid, name, named=temporary.temporary_name):
+        return tmp_path / named(name).replace(f".{os.getpid()}.", f".{pid}.")
 
     gone, alive = left_by(dead.pid, "step=1.ckpt"), left_by(os.getppid(), "step=1.ckpt")
     for file in (gone, alive):
         file.write_bytes(b"PK")
+    left_by(dead.pid, "step=0.ckpt", checkpoint_files._temporary).mkdir()  # it was removing a sharded one
     for name in (".step=2.ckpt.claim", ".step=9.ckpt.claim"):
         (tmp_path / name).symlink_to(f"{dead.pid}@{os.uname().nodename}")
     other = tmp_path / ".step=3.ckpt.claim"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["clean", "leftovers", "temporary_beside"]
 
-# Who writes: process, machine (8 digits; ModelCheckpoint's links do without), and 8 random digits.
+# Who writes: process, machine (8 digits; ModelCheckpoint's names of earlier versions do without), and 8 random digits.
 _TEMPORARY = re.compile(r"^\..+\.(?P<pid>\d+)\.(?P<host>[0-9a-f]{8})?[0-9a-f]{8}\.tmp$")
 _ABANDONED_S = 24 * 3600.0  # a temporary that nobody wrote to for so long belongs to no living writer
 

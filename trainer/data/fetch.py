@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate, default
 from trainer.data.order import Order
 from trainer.data.purity import never_draws
 from trainer.data.shard import Cut
-from trainer.data.workers import sheltered
+from trainer.data.workers import Reader, sheltered
 from trainer.seed import derive, seed_rngs
 
 __all__ = ["MapFetch", "guarded", "read", "rebuild", "straight", "tensor_batches"]
@@ -182,5 +182,5 @@ def read(loader: DataLoader, items: Iterator[Any], seed: int) -> Iterator[Any]:
         loader.sampler.now = items
         loader.generator.manual_seed(seed)
         with sheltered(loader, keyed=True):
-            return iter(loader)
+            return Reader(iter(loader))
     return map(loader.dataset.__getitem__, items)

@@ -15,7 +15,7 @@ from trainer.data.iterable import is_stateful
 from trainer.data.open_epoch import Fetched, OpenEpoch, Stream, rest
 from trainer.data.selfsharding import shards_itself
 from trainer.data.source import DeclaredSource, Spec, declared_length
-from trainer.data.workers import end_kept_workers, end_workers, sheltered
+from trainer.data.workers import Reader, end_kept_workers, end_workers, sheltered
 from trainer.seed import derive, seed_rngs
 
 __all__ = ["OpaqueSource"]
@@ -48,7 +48,7 @@ class OpaqueStream(Stream):
             if self._state is not None:
                 loader.load_state_dict(copy.deepcopy(self._state))
             seed_rngs(derive(source.spec.seed, "iter", self._prefix))
-            self._iterator = iter(loader)
+            self._iterator = Reader(iter(loader))
         for number in range(drain):
             if self._pull() is _OUT:
                 return

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawValue
@@ -22,8 +23,9 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from trainer.signals import ENDING
 
-__all__ = ["end_kept_workers", "end_workers", "sheltered"]
+__all__ = ["Reader", "end_kept_workers", "end_workers", "sheltered"]
 
+_ENDING_S = 1.0  # how long the end of a process may take after that of its connections
 _LOOK_S = 1.0  # how often a worker asks who its parent is, where the pipe from it does not tell
 
 
@@ -115,6 +117,37 @@ def _leave_with(parent: Any) -> None:
     while parent.is_alive() and os.getppid() == place:
         parent.join(_LOOK_S)
     os._exit(1)
+
+
+class Reader:
+    """A DataLoader's iterator. Where a worker was killed that says so, and not that a connection to somebody was reset."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Reader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except (ConnectionError, EOFError) as error:
+            dead = self._dead()
+            if dead is None:
+                raise
+            how = f"was killed by signal {-dead.exitcode}" if dead.exitcode < 0 else f"ended with the exit code {dead.exitcode}"
+            raise RuntimeError(f"A worker of the DataLoader (pid {dead.pid}) {how}, while a batch was read from it.") from error
+
+    def _dead(self) -> Any:
+        """A worker that ended as it should not have. Its connections end a moment before it does."""
+        workers = getattr(self._iterator, "_workers", ())
+        deadline = time.monotonic() + _ENDING_S
+        while not any(worker.exitcode for worker in workers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return next((worker for worker in workers if worker.exitcode), None)
+
+    def _shutdown_workers(self) -> None:
+        end_workers(self._iterator)
 
 
 def end_workers(iterator: Any) -> None:
