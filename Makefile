@@ -21,8 +21,9 @@ help:
 demo: $(VENV)/ready-examples
 	$(BIN) examples/digits.py
 
+# Files of tests side by side, each in one process and in order: much of a test's time is waiting for the ranks that it started.
 test: $(VENV)/ready-dev
-	$(BIN) -m pytest $(ARGS)
+	$(BIN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # With PYTHON's own packages where it has them all (a machine with GPUs often has its torch, and no way to another), else in .venv.
 NEEDED := import cloudpickle, pytest, sklearn, tensorboard, torch, torchmetrics, tqdm, yaml

@@ -63,6 +63,7 @@ def temp_folder(monkeypatch, tmp_path_factory):
 def joined(world, body=None):
     """Open a gloo group, run `body(world)` and close it."""
     dist.init_process_group("gloo", init_method=world.init_method, rank=world.rank, world_size=world.world_size)
+    dist.barrier()  # one that leaves at once would cut off another that still connects to it
     try:
         return body(world) if body is not None else None
     finally:

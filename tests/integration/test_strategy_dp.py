@@ -54,7 +54,7 @@ class Curve(Net):
 # -- equal to one device ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("strategy", "devices"), KINDS, ids=str)
+@pytest.mark.parametrize(("strategy", "devices"), KINDS)
 @pytest.mark.parametrize(("samples", "accumulate"), [(27, 1), (25, 3), (23, 4)])  # a last batch of 3, of 1, a short window
 def test_curve_and_weights_equal_those_of_the_whole_batch(strategy, devices, samples, accumulate):
     rows, one, many = Net.rows(samples, F64), Curve().double(), Curve().double()

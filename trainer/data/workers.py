@@ -142,7 +142,7 @@ class Reader:
         """A worker that ended as it should not have. Its connections end a moment before it does."""
         workers = getattr(self._iterator, "_workers", ())
         deadline = time.monotonic() + _ENDING_S
-        while not any(worker.exitcode for worker in workers) and time.monotonic() < deadline:
+        while workers and not any(worker.exitcode for worker in workers) and time.monotonic() < deadline:
             time.sleep(0.01)
         return next((worker for worker in workers if worker.exitcode), None)
 
