@@ -126,3 +126,13 @@ def test_workers_do_not_hear_what_is_for_the_rank(kind):
         os.kill(os.getpid(), signal.SIGUSR1)
 
     run_ranks(fit, 1, act=signalled, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Generated])
+def test_the_users_loader_is_as_before(kind):
+    def nothing(worker):
+        pass
+
+    data = kind(Fatal(lambda event: None), num_workers=1, worker_init_fn=nothing)
+    quiet(max_epochs=1).fit(Scalar(), data)
+    assert data.worker_init_fn is nothing and data.multiprocessing_context is None
