@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.modules import Scalar, quiet
 from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.waiting import gone, wait_for
 from trainer.data.workers import Reader, end_workers
 
 
@@ -88,14 +88,6 @@ def test_a_reset_connection_is_told_as_the_worker_that_was_killed(code, kind, me
     end_workers(reader)
 
 
-def gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # whoever adopted it has not asked for it yet
-
-
 @pytest.mark.parametrize("kind", [DataLoader, Generated])
 def test_workers_leave_with_a_rank_that_is_killed(tmp_path, kind):
     """One of them is in the data set, and stays there."""
@@ -111,10 +103,7 @@ def test_workers_leave_with_a_rank_that_is_killed(tmp_path, kind):
         run_ranks(fit, 1, act=kill_the_rank, kind=kind, worker_init_fn=note)
     workers = [int(path.read_text()) for path in tmp_path.glob("worker?")]
     assert len(workers) == 2
-    deadline = time.monotonic() + 60
-    while not all(map(gone, workers)):
-        assert time.monotonic() < deadline, "workers are left"
-        time.sleep(0.05)
+    wait_for(lambda: all(map(gone, workers)), 60)
 
 
 @pytest.mark.parametrize("kind", [DataLoader, Generated])

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from callbacks import Callback, CSVLogger, EarlyStopping, ModelCheckpoint
 from tests.helpers.modules import Net, loader, quiet
 from tests.helpers.reference import train_by_hand
+from tests.helpers.waiting import gone, wait_for
 from trainer import DataModule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,21 +155,6 @@ def start(script, *command):
     Path("script.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(script))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, *command, "script.py"], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-def gone(pid):
-    """True when a process has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def test_c22_a_plain_script_runs_once_and_fits_twice():

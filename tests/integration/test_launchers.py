@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from callbacks import Callback
 from tests.helpers.modules import Net, quiet
+from tests.helpers.waiting import gone, wait_for
 from trainer.errors import MisconfigurationException, SIGTERMException
 from trainer.launchers import InProcessLauncher, LocalLauncher, ProcessError, local
 from trainer.launchers.local import _first_failure
@@ -68,21 +69,6 @@ def joined(world, body=None):
         return body(world) if body is not None else None
     finally:
         dist.destroy_process_group()
-
-
-def gone(pid):
-    """True when a process has ended (a zombie that nobody reaped yet counts as ended)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_in_process():
